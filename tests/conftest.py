@@ -28,8 +28,8 @@ from tests.servers import OwnStore, PostgresServer, postgres_server, redis_serve
 if TYPE_CHECKING:
     from store.blobs.bucket import Bucket
 
-# Before torch is imported: threads that spin would take the cores from the other processes that share them. A test of
-# several threads says how many.
+# Before torch is imported: spinning threads would take the cores from other processes that share them. A test that
+# needs several threads sets their number.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
 #: Processes that tests start import what the tests import: this checkout's packages, whatever is installed.
@@ -59,7 +59,7 @@ def import_references() -> None:
 
 import_references()
 
-# A client of httpx loads all certificates, 40 ms of processor time, and here hardly one needs any.
+# A client of httpx loads all certificates: 40 ms of processor time, and hardly any client here needs them.
 transports.create_ssl_context = cache(transports.create_ssl_context)  # type: ignore[attr-defined]
 
 
@@ -76,8 +76,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-# After pytest has looked, twice, for what nobody uses any more: not through all that was collected. But before the
-# interpreter is taken apart, or nanobind says of all that triton has made that it leaks.
+# After pytest has looked, twice, for unused objects: not through all that was collected. But before the interpreter is
+# taken apart, or nanobind reports all that triton has made as a leak.
 atexit.register(gc.unfreeze)
 
 
@@ -87,13 +87,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One a core, and one more: while a test waits for a time to pass, another has its core."""
+    """One process for each core, and one more: while a test waits for a time to pass, another has its core."""
     return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    config.option.loadscopereorder = False  # what has most tests would go first
+    config.option.loadscopereorder = False  # else the file with most tests would go first
     return ByFile(config, log)
 
 
@@ -139,7 +139,7 @@ def postgres_database(postgres: PostgresServer, migrated_postgres: str) -> Itera
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def any_database(request: pytest.FixtureRequest) -> Database:
-    """The test runs on both; for all that concerns tenancy and money."""
+    """Either database; for all tests about tenancy and money."""
     name = "database" if request.param == "sqlite" else "postgres_database"
     database: Database = request.getfixturevalue(name)
     return database
@@ -154,7 +154,7 @@ def redis_url() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnStore]:
-    """One for all tests: use prefixes of your own."""
+    """One object store for all tests: use prefixes of your own."""
     own = OwnStore(tmp_path_factory.mktemp("object-store"))
     yield own
     own.stop()
@@ -162,7 +162,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnStore]
 
 @pytest.fixture
 def bucket(object_store: OwnStore, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """An empty one."""
+    """An empty bucket."""
     from store.blobs.bucket import Bucket
 
     for name, value in object_store.environment.items():

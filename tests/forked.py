@@ -1,6 +1,5 @@
-"""Python programs in processes of their own that begin at once: each is forked from one process that has imported what
-most of them would. For tests of what such processes do; how one starts is tested with real ones.
-"""
+"""Python programs that start at once in processes of their own: each is forked from one process that has imported what
+most of them would. For tests of what such processes do; how they start is tested with real ones."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ from workers import __main__ as workers
 from workers.leave import leave
 from workers.nursery import die_with_parent
 
-#: Who forks. It is started with the first of them.
+#: The process that forks. It is started with the first program.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
 
 
 class Around(NamedTuple):
-    """What a process has from whoever starts it."""
+    """What a process gets from the one that starts it."""
 
     folder: str
     environment: dict[str, str]
@@ -42,8 +41,8 @@ class Around(NamedTuple):
 
 
 class Forked:
-    """As `subprocess.Popen` of `python` with `arguments` (`-m module ...` or `-c code ...`) and pipes of text. With a
-    `log` its stderr goes to the end of that file; of a `link` it has a copy, whose number is its last argument."""
+    """Like `subprocess.Popen` of `python` with `arguments` (`-m module ...` or `-c code ...`) and pipes of text. A
+    `log` is the file to which its stderr is appended; of a `link` it has a copy, whose number is its last argument."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class Forked:
         return self._process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """What it says on stdout and on stderr, to its end."""
+        """All that it prints on stdout and on stderr, until it ends."""
         if not self.stdin.closed:
             self.stdin.close()
             with self.stdout, self.stderr, ThreadPoolExecutor() as beside:
@@ -101,7 +100,7 @@ class Forked:
 def run_forked(
     *arguments: str, env: Mapping[str, str] | None = None, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` of `python` with these arguments, of which all is captured."""
+    """Like `subprocess.run` of `python` with these arguments, with all output captured."""
     forked = Forked(*arguments, env=env)
     forked.stdin.write(stdin)
     said, complaints = forked.communicate()
@@ -109,7 +108,7 @@ def run_forked(
 
 
 def _pipe(number: int) -> tuple[Connection, Connection]:
-    """Our end and theirs."""
+    """The two ends of a pipe: ours and theirs."""
     read, write = CONTEXT.Pipe(duplex=False)
     return (read, write) if number else (write, read)
 
@@ -140,13 +139,13 @@ def _run(arguments: tuple[str, ...], around: Around, *ends: Connection) -> None:
 
 
 def _in_place(program: str, command: Sequence[str]) -> NoReturn:
-    """In a worker, for `os.execv`: all is imported already. What this process has beside it stays."""
+    """Replaces `os.execv` in a worker, as everything is imported already. What else this process has stays."""
     leave(workers.main(command[command.index("workers") + 1 :]))
 
 
 class ForkedChild:
-    """What does `work` in a process of its own, as a `subprocess.Popen`: all is imported already. `kept` are the
-    descriptors that it has, beside the standard ones. It ends with this process, or `stays`."""
+    """Like a `subprocess.Popen` of a process that does `work`, with everything imported already. `kept` are the
+    descriptors that it has, beside the standard ones. It ends with this process, unless it `stays`."""
 
     def __init__(
         self, work: Callable[[], object], environment: Mapping[str, str], *kept: int, stays: bool = False
@@ -188,7 +187,7 @@ class ForkedChild:
 
 
 class ForkedNursery(ForkedChild):
-    """What a server that was forked has for `subprocess.Popen` of its workers' nursery."""
+    """Replaces `subprocess.Popen` in a forked server, for its workers' nursery."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], pass_fds: tuple[int], **others: Any) -> None:
         def work() -> None:
@@ -201,8 +200,8 @@ class ForkedNursery(ForkedChild):
 
 
 class ForkedRank(ForkedChild):
-    """What a trainer of several ranks that such a nursery has forked has for torchrun's `subprocess.Popen` of a rank.
-    The ranks of a worker of replicas are started as an operator's are."""
+    """Replaces torchrun's `subprocess.Popen` of a rank in a trainer that such a nursery has forked. The ranks of a
+    worker of replicas are started as an operator's are."""
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], **others: Any) -> None:
         def work() -> None:

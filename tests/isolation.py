@@ -1,4 +1,4 @@
-"""Whether sandboxes can be made on this machine, found without their code: tools, and namespaces for users."""
+"""Whether sandboxes can be made on this machine, found out without their own code: tools, and user namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A database of a test's own with all tables. They are made once for a process: that takes a fifth of a second."""
+"""A database with all tables for one test alone. They are made once a process: that takes a fifth of a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from store.database.db import Database
 
 
 def database_in(folder: Path) -> Database:
-    """That of a data folder: as it was left, or with no rows."""
+    """The database of a data folder: as it was left, or with no rows."""
     path = folder / "weft.db"
     if not path.exists():
         path.write_bytes(_empty())

@@ -13,9 +13,9 @@ from __future__ import annotations
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-#: Folders whose files share what only one process should have: a vLLM.
+#: Folders whose files share something that only one process should have: a vLLM.
 TOGETHER = ("tests/workers/generator/vllm/",)
-#: The tests that start real servers or a browser; of these, what takes longest first, so that the end is even.
+#: The tests that start real servers or a browser; the slowest come first, so that all processes end together.
 SLOW = (
     "tests/cookbook/",
     "tests/rl_packages/",
@@ -44,5 +44,5 @@ class ByFile(LoadScopeScheduling):  # type: ignore[misc]
 
 
 def place(item: pytest.Item) -> int:
-    """0 for a quick test; else its place among the slow."""
+    """0 for a quick test; otherwise its place among the slow ones."""
     return next((place for place, slow in enumerate(SLOW, 1) if item.nodeid.startswith(slow)), 0)

@@ -1,4 +1,4 @@
-"""The code blocks of the pages: which run as they stand, and why the others do not."""
+"""The code blocks of the documentation pages: which of them run as printed, and why the others do not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Block:
-    """`language` is empty where the block is indented: a line or two to look at, or settings."""
+    """A code block. `language` is empty if it is indented: a line or two to look at, or settings."""
 
     page: str
     language: str
@@ -36,7 +36,7 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """All of a page, in order; `page` is its path in the checkout."""
+    """All blocks of a page, in order; `page` is its path in the checkout."""
     found = _BLOCK.findall((ROOT / page).read_text())
     return [
         Block(page, language, text or "\n".join(line[4:] for line in lines.rstrip("\n").split("\n")) + "\n")
@@ -45,5 +45,5 @@ def blocks(page: str) -> list[Block]:
 
 
 def runnable(page: str, language: str) -> list[str]:
-    """The page's blocks of a language that run where they stand, in order."""
+    """The blocks of a page in a language that run where they stand, in order."""
     return [block.text for block in blocks(page) if block.language == language and block.first not in ELSEWHERE]

@@ -1,9 +1,9 @@
-"""What is imported by who forks (`tests.forked`)."""
+"""The modules that the forking process imports (`tests.forked`)."""
 
 # ruff: noqa: F401
 import alembic.command
 import tinker.cli.__main__
-import torch._dynamo  # torch's own, when it first computes shapes alone
+import torch._dynamo  # torch's own, when it first computes shapes only
 
 import api.cli
 import api.server.app

@@ -12,7 +12,7 @@ from store.database.works import Batch
 
 
 def in_batch(database: Database, batch: Batch, item: Any, *, lock: str) -> Any:
-    """`Database.write_batched`, for tests without an event loop."""
+    """Do `Database.write_batched` in a test without an event loop."""
     return asyncio.run(database.write_batched(batch, item, lock=lock))
 
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 TIMES = int(os.environ.get("WEFT_SOAK", "0"))
 SOAKING = TIMES > 0
 
-#: No deadline: machines are as busy as they are.
+#: No deadline: machines may be busy.
 settings.register_profile("fixed seeds", deadline=None, derandomize=True, database=None)
 settings.register_profile("soak", deadline=None, max_examples=100 * max(1, TIMES), print_blob=True)
 
@@ -31,7 +31,7 @@ def examples(count: int) -> int:
 
 
 def chance(seed: int) -> random.Random:
-    """For a search that is not Hypothesis'. What it was seeded with is printed, and so shown when a test fails."""
+    """Random numbers for a search without Hypothesis. Their seed is printed, and so shown when a test fails."""
     if SOAKING:
         seed = secrets.randbits(64)
     print(f"seed {seed}")

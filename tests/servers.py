@@ -21,7 +21,7 @@ import psycopg
 import pytest
 import redis
 
-#: Below the range that clients get theirs from: no connection takes one before its server does.
+#: Below the ports that clients get: so no connection takes one of these before its server does.
 PORTS = range(10_000, 32_768)
 
 
@@ -58,16 +58,16 @@ class PostgresServer:
     def __init__(self, port: int, start: Callable[[], None], stop: Callable[[], None]) -> None:
         self.port = port
         self.start = start
-        self.stop = stop  # as a crash does: whoever is connected is cut off, and nothing is written any more
+        self.stop = stop  # as in a crash: clients are cut off, and nothing is written any more
 
     def url(self, name: str, user: str | None = None) -> str:
         return f"postgresql+psycopg://{user or self.superuser}@127.0.0.1:{self.port}/{name}"
 
     def create(self, template: str = "template1") -> str:
-        """A new database; its name."""
+        """Make a new database; returns its name."""
         name = f"weft_{uuid.uuid4().hex[:12]}"
         with self._connect() as connection:
-            # Before PostgreSQL 15 there is no other. The other writes each page twice.
+            # Before PostgreSQL 15 there is no other strategy. The other one writes each page twice.
             strategy = "STRATEGY FILE_COPY" if connection.info.server_version >= 150_000 else ""
             connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}" {strategy}')  # type: ignore[arg-type]
         return name
@@ -122,7 +122,7 @@ def redis_server(*options: str, port: int | None = None) -> Iterator[str]:
 
 
 class OwnRedis:
-    """A Redis of a test's own that goes away, and comes back empty on its port."""
+    """A Redis for one test alone that goes away, and comes back empty on its port."""
 
     def __init__(self) -> None:
         self.port, self._running = free_port(), ExitStack()
@@ -133,7 +133,7 @@ class OwnRedis:
         self._running.enter_context(redis_server(port=self.port))
 
     def stop(self) -> None:
-        """As a crash does."""
+        """Stop it as a crash would."""
         self._running.close()
 
 
@@ -170,7 +170,7 @@ class OwnStore:
         raise RuntimeError("rclone did not come up")
 
     def stop(self) -> None:
-        """As a crash does."""
+        """Stop it as a crash would."""
         self._running.close()
 
 

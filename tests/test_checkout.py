@@ -1,4 +1,4 @@
-"""Tests test the checkout that they lie in: whatever is installed, from wherever they are started, each file alone."""
+"""Tests test the checkout that they are in: whatever is installed, from wherever they are started, each file alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).parents[1]
-#: One of each room, and the client.
+#: A module of each room, and the client.
 PACKAGES = ("api", "billing", "migrations", "scheduler", "store", "workers", "weft", "tests")
 
 NAMES = f"""
@@ -33,14 +33,14 @@ def test_packages_are_this_checkout_s(package: str) -> None:
     assert place_of(package).is_relative_to(CHECKOUT)
 
 
-def test_processes_import_the_same(tmp_path: Path) -> None:
+def test_started_processes_import_this_checkout(tmp_path: Path) -> None:
     """From any folder, as servers and workers are started."""
     ran = subprocess.run([sys.executable, "-c", NAMES], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert [Path(line) for line in ran.stdout.split()] == [place_of(package) for package in PACKAGES]
 
 
 def test_no_folder_of_tests_is_a_package_of_the_house() -> None:
-    """`tests/scheduler` with an `__init__.py` is `scheduler` to whoever has `tests` on their path."""
+    """`tests/scheduler` with an `__init__.py` would be `scheduler` to any process with `tests` on its path."""
     houses = {path.name for path in CHECKOUT.iterdir() if (path / "__init__.py").is_file()} | {"client_sdk"}
     assert [
         str(path) for path in (CHECKOUT / "tests").iterdir() if path.name in houses and (path / "__init__.py").is_file()
@@ -49,7 +49,7 @@ def test_no_folder_of_tests_is_a_package_of_the_house() -> None:
 
 @pytest.mark.parametrize("folder", ["tests", pytest.param("/", marks=pytest.mark.long)])
 def test_a_file_alone_from_any_folder(folder: str) -> None:
-    """Without what this process has in its environment."""
+    """Without the environment variables of this process."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" and "PYTEST" not in name}
     file = CHECKOUT / "tests" / "test_checkout.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "packages_are", str(file)]
@@ -74,7 +74,7 @@ import fla.ops.gated_delta_rule
 
 
 def test_references_are_computed_by_torch_whatever_kernels_are_installed(tmp_path: Path) -> None:
-    """A stand-in for fla-core, which on a CPU raises this; ours import it afterwards."""
+    """A stand-in for fla-core raises this error on a CPU; ours are imported afterwards."""
     folder = tmp_path / "fla" / "ops" / "gated_delta_rule"
     folder.mkdir(parents=True)
     for package in (folder.parent.parent, folder.parent):

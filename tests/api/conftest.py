@@ -1,4 +1,4 @@
-"""The front over a real journal and database, with no worker: a test plays the worker by finishing operations."""
+"""The API over a real journal and database, without workers: tests play the worker by finishing operations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 
 @pytest.fixture
 def card() -> ModelCard:
-    """A model of 100 tokens and a context of 16, in the folder of the built-in one."""
+    """The folder of the built-in model, with a vocabulary of 100 tokens and a context of 16."""
     card = read_card(MODEL, TINY_PATH)
     return replace(card, config=replace(card.config, vocab_size=VOCAB, context_length=CONTEXT))
 
@@ -51,7 +51,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 class World:
-    """A client for each organisation, and the worker's part."""
+    """A client for each organisation, and methods that play the worker."""
 
     def __init__(self, http: TestClient, database: Database, service: Service) -> None:
         self.http = http
@@ -62,13 +62,13 @@ class World:
 
     @property
     def journal(self) -> Journal:
-        """That of one process."""
+        """The journal of the one process."""
         assert isinstance(self.service.journal, Journal)
         return self.service.journal
 
     @property
     def state(self) -> Any:
-        """Of the application."""
+        """The application's state."""
         assert isinstance(self.http.app, FastAPI)
         return self.http.app.state
 
@@ -107,7 +107,7 @@ class World:
         return reply.json()
 
     def finish(self, request_id: str, payload: bytes = b"", **facts: int) -> None:
-        """What a worker would say."""
+        """Finish an operation as a worker would."""
         done = Done(request_id, payload, facts)
 
         async def settle() -> None:
@@ -120,7 +120,7 @@ class World:
         return self.call("POST", "retrieve_future", key=key, json={"request_id": request_id})
 
     def error(self, request_id: str) -> str:
-        """Why it failed; it must be the user's mistake."""
+        """The reason why an operation failed, which must be the user's mistake."""
         reply = self.outcome(request_id)
         assert reply.status_code == 200
         assert reply.json()["category"] == "user"
@@ -131,7 +131,7 @@ class World:
             return session.get_one(Operation, request_id)
 
     def checkpoint(self, run: str, seq: int, name: str = "one", sampler: bool = False) -> str:
-        """A saved checkpoint's path."""
+        """Save a checkpoint; returns its path."""
         path = "save_weights_for_sampler" if sampler else "save_weights"
         request_id = self.post(path, {"model_id": run, "seq_id": seq, "path": name})["request_id"]
         self.finish(request_id, size_bytes=7)

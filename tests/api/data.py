@@ -1,4 +1,4 @@
-"""Small batches for the tests of the front."""
+"""Small batches for the tests of the API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.wire.binary.train_codec import ArrayDatum, TrainBatch
 
 
 def datum(tokens: list[int], **inputs: Any) -> ArrayDatum:
-    """A cross-entropy datum; `inputs` replace or (None) remove its own."""
+    """A cross-entropy datum; `inputs` replace its own or (None) remove them."""
     n = len(tokens)
     named: dict[str, Any] = {"target_tokens": np.array(tokens, dtype=np.int64), "weights": np.ones(n, dtype=np.float32)}
     named |= {name: np.array(value) for name, value in inputs.items() if value is not None}

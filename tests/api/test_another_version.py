@@ -1,4 +1,4 @@
-"""A newer `weftd` beside the server of an older one: its tables are not changed under it."""
+"""A newer `weftd` is started beside the server of an older one: it does not change the tables under that server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with only_one(Path(sys.argv[1])):
 
 @pytest.fixture
 def older(database: Database, tmp_path: Path) -> str:
-    """The URL of a data folder's database as an older server left it."""
+    """The URL of a data folder's database as an older server has left it."""
     with create_engine(database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), OLDER)
     return database.url
@@ -40,7 +40,7 @@ def older(database: Database, tmp_path: Path) -> str:
 
 @contextmanager
 def another_server(folder: Path) -> Iterator[int]:
-    """Its process."""
+    """The process of another server."""
     started = [sys.executable, "-c", SERVES, str(folder)]
     with subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""Bodies that are on their way: bounded together, and whoever holds most gives up theirs."""
+"""Request bodies on their way: together they are bounded, and the sender who holds most gives up one of theirs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PART = 100
 
 
 class Sender:
-    """One body, part by part."""
+    """A sender of one body, part by part."""
 
     def __init__(self, arriving: Arriving, whose: str) -> None:
         self._parts: asyncio.Queue[tuple[bytes, bool]] = asyncio.Queue()
@@ -46,7 +46,7 @@ def test_whoever_holds_most_gives_up_their_oldest_however_little_comes_of_it() -
         await old.send(2 * PART)
         await new.send(2 * PART)
         assert arriving.size_bytes == 5 * PART
-        await small.send()  # it is this one that there is no room for
+        await small.send()  # there is no room for this one
         with pytest.raises(RateLimited, match=f"{5 * PART} bytes together"):
             await old.task
         assert arriving.size_bytes == 4 * PART

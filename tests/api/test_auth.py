@@ -22,7 +22,7 @@ def test_a_key_comes_in_either_header() -> None:
 
 
 def test_of_two_headers_of_one_name_the_first_counts() -> None:
-    """As with everything else of Starlette's, so that no part of the server takes another key than the next."""
+    """As Starlette does for all headers, so that no two parts of the server take different keys."""
     asked = request(x_api_key="tml-a")
     asked.scope["headers"].append((b"x-api-key", b"tml-b"))
     assert presented_key(asked) == asked.headers["x-api-key"] == "tml-a"

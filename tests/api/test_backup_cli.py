@@ -47,7 +47,7 @@ from tests.billing.payments.kit import PRICES
 from tests.rows import run_row, session_row
 from tests.servers import OwnStore, PostgresServer
 
-#: Its name in its package is that of the command.
+#: The module has the same name as the command in its package.
 backup_command = importlib.import_module("api.commands.stored.backup")
 NOW = datetime.now(UTC)
 
@@ -57,7 +57,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def fill(database: Database, data_dir: Path) -> None:
-    """An organisation with an entry in the audit log and a checkpoint, whose folder is there."""
+    """Make an organisation with an entry in the audit log and a checkpoint, whose folder exists."""
     with FolderBlobs(data_dir / "blobs").new_folder("weights/one") as folder:
         (folder / "adapter.bin").write_bytes(b"weights")
 
@@ -81,7 +81,7 @@ def fill(database: Database, data_dir: Path) -> None:
 
 
 def assert_nothing_is_sent_twice(session: Session) -> None:
-    """By whom it was copied from, and by us. What Stripe has told them since is asked for."""
+    """Neither the copied service nor we send it again: what Stripe has been told since is asked for."""
     sent = session.scalars(select(StripeOutbox.first_sent_at)).all()
     assert (len(sent), None in sent) == (2, False)
     assert session.get_one(JobRun, "ask_for_missed_events").asked_at is not None
@@ -111,8 +111,8 @@ def test_sqlite_is_put_back_with_its_files(backup: Path, tmp_path: Path) -> None
 def own_postgres(
     postgres: PostgresServer, migrated_postgres: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], str]]:
-    """Empty databases by URL, each the one that the settings name; the login is no superuser, as in production.
-    A migrated database somewhere means that the roles are there."""
+    """Empty databases by URL; the settings name each in turn. The login is no superuser, as in production. The roles
+    exist if any migrated database does."""
     names: list[str] = []
     postgres.execute("CREATE ROLE weft_login LOGIN")
     postgres.execute("GRANT weft_app, weft_service TO weft_login")
@@ -147,7 +147,7 @@ def test_postgresql_is_put_back_with_its_policies_and_triggers(own_postgres: Cal
     with restored.read() as session:
         assert session.scalar(select(func.count()).select_from(AuditEntry)) == 1
         assert_nothing_is_sent_twice(session)
-        session.execute(text("SET LOCAL ROLE weft_app"))  # which sees nothing without its organisation
+        session.execute(text("SET LOCAL ROLE weft_app"))  # which sees nothing without an organisation
         assert session.scalar(select(func.count()).select_from(Organisation)) == 0
     with pytest.raises(DBAPIError, match="append-only"):
         restored.write_now(lambda session: session.execute(update(AuditEntry).values(event="x")))
@@ -342,7 +342,7 @@ def test_a_folder_that_is_replaced_while_it_is_copied_is_copied_again(
 def any_service(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Database, Blobs]]:
-    """What `weftd backup --data-dir tmp_path` copies."""
+    """The service, on a folder or a bucket, that `weftd backup --data-dir tmp_path` copies."""
     url = request.getfixturevalue("bucket").url if request.param.endswith("bucket") else ""
     monkeypatch.setenv("WEFT_BLOB_URL", url)
     sqlite = request.param.startswith("sqlite")
@@ -355,8 +355,8 @@ def any_service(
 def test_what_is_replaced_whenever_a_backup_takes_long_is_in_it_all_the_same(
     any_service: tuple[Database, Blobs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run's state, of which there is the newest alone: between the copies of files and database, and while the
-    database is dumped, or checked."""
+    """A run's newest state replaces the one before: between the copies of files and database, and while the database is
+    dumped or checked."""
     database, blobs = any_service
     states = itertools.count()
 
@@ -402,7 +402,7 @@ def test_files_that_are_missing_at_home_are_named(database: Database, tmp_path: 
 
 
 def test_tables_and_backups_of_another_version_are_refused(backup: Path, database: Database, tmp_path: Path) -> None:
-    """Two ways into the same trouble: a new program's folder or backup, and an older program."""
+    """Both ways into the same trouble: a newer program's folder or backup, and an older program."""
     about = json.loads((backup / "backup.json").read_text())
     (backup / "backup.json").write_text(json.dumps(about | {"revision": "0999"}))
     put = run("restore", backup, "--data-dir", tmp_path / "new")
@@ -417,4 +417,4 @@ def test_tables_and_backups_of_another_version_are_refused(backup: Path, databas
         assert f"is of revision 0999, and this weftd knows revisions up to {head()}" in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
     with create_engine(database.url).connect() as connection:
-        assert inspect(connection).get_table_names()  # as they were
+        assert inspect(connection).get_table_names()  # unchanged

@@ -1,4 +1,4 @@
-"""Backups and restores that meet another, fail half way or are killed: what is there is whole, or is refused."""
+"""Backups and restores that meet another, fail half-way or are killed: what they leave is whole, or is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.api.test_backup_cli import (
 )
 from tests.servers import OwnStore
 
-#: Runs `weftd` and is killed where the function named first is called.
+#: Runs `weftd`, which is killed where the function named first is called.
 KILLED = """
 import importlib, os, signal, sys
 from api.cli import weftd
@@ -104,7 +104,7 @@ def test_a_backup_that_is_killed_is_not_taken_for_one(database: Database, tmp_pa
 
 @pytest.mark.parametrize("of", ["sqlite", "postgresql"])
 def test_what_a_killed_restore_has_left_is_not_served(of: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """As a new service, which would delete the files that its empty database does not name."""
+    """As a new service it would delete the files that its empty database does not name."""
     make = request.getfixturevalue("own_postgres") if of == "postgresql" else lambda: f"sqlite:///{tmp_path}/weft.db"
     data, new = (tmp_path, tmp_path / "new") if of == "sqlite" else (tmp_path / "data", tmp_path / "new")
     make()
@@ -123,7 +123,7 @@ def test_what_a_killed_restore_has_left_is_not_served(of: str, request: pytest.F
 
 @pytest.fixture
 def kept(database: Database, tmp_path: Path, object_store: OwnStore, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A backup of a service with a bucket; the settings name an empty prefix of it now."""
+    """A backup of a service with a bucket; the settings now name an empty prefix of that bucket."""
     for name, value in object_store.environment.items():
         monkeypatch.setenv(name, value)
     ours, empty = (f"{object_store.url}/{uuid.uuid4().hex}" for _ in range(2))
@@ -183,7 +183,7 @@ def test_a_restore_into_a_bucket_that_is_killed_is_named(kept: Path, tmp_path: P
 def test_what_was_restored_stays_though_what_comes_after_fails(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy that was checked could not be deleted: the files of a database that is back went with it."""
+    """Deleting the checked copy failed: then the files of a database that was already restored were deleted, too."""
 
     def denied(path: Path, ignore_errors: bool = False) -> None:
         if not ignore_errors:

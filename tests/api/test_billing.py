@@ -95,7 +95,7 @@ def test_the_window_and_the_organisation(world: World) -> None:
 
 
 def test_however_many_sessions_it_is_told_a_part_at_a_time(world: World) -> None:
-    """One answer of all sessions with their metadata took gigabytes, and seconds of everybody's event loop."""
+    """One answer with all sessions and their metadata took gigabytes, and blocked everybody for seconds."""
     first = session(world)
     train(world, world.run(first), 1, 7)
     metadata = {"note": "x" * 16_000}

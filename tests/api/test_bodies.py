@@ -1,4 +1,4 @@
-"""Bodies: every route has its size, and what a body is made of is bounded before anything is made from it."""
+"""Request bodies: every route has a size limit, and what is made from a body is bounded before it is made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.tenancy.conftest import Route, member, org_id_of, routes_of, settings
 REQUEST = pb.ForwardBackwardRequest
 ROUTES = [route for route in routes_of(front()) if not route.path.startswith("/console")]
 
-#: Those of other services' protocols: conversations are data.
+#: Routes of other services' protocols: conversations are data.
 COMPATIBLE = [route for route in ROUTES if not route.path.startswith("/api/")]
 
 #: Routes whose bodies may be larger than those of all others.
@@ -44,7 +44,7 @@ LARGER = {
     "POST /api/v1/stripe/webhook": "event",
 }
 
-#: Routes that take a body by their method and read none (or, the last, only where payments are enabled).
+#: Routes whose method allows a body but which read none (the last one only where payments are enabled).
 UNREAD = {
     "POST /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish",
     "POST /api/v1/stripe/webhook",
@@ -58,7 +58,7 @@ def size_class(route: Route) -> str:
 
 @pytest.mark.parametrize(("length", "asked"), [("11", 0), ("10", 1)])
 def test_who_asks_before_sending_is_told_of_a_length_that_is_too_large(length: str, asked: int) -> None:
-    """`Expect: 100-continue`: to read the body is to have it sent."""
+    """With `Expect: 100-continue` reading the body means that it is sent."""
     reads = list[int]()
 
     async def receive() -> dict[str, object]:
@@ -81,14 +81,14 @@ def test_only_routes_of_data_take_large_bodies() -> None:
 
 
 class TestEveryRoute:
-    """With the server's own limit as large as it comes."""
+    """Each route on its own, with the server's general limit at its largest."""
 
     @pytest.fixture
     def settings(self, settings):  # type: ignore[no-untyped-def]
         return settings.model_copy(update={"limits": settings.limits.model_copy(update={"max_body_bytes": 1 << 26})})
 
     def test_refuses_what_is_larger_than_its_size(self, world: World) -> None:
-        """Each that reads its body says the limit."""
+        """Every route that reads its body names the limit."""
         _, key = member(world, "owner")
         unread = set()
         for route in ROUTES:
@@ -210,7 +210,7 @@ class TestProtobuf:
             b"\x1a\xff",
         ],
     )
-    def test_what_is_none_is_refused_or_left_to_the_parser(self, body: bytes) -> None:
+    def test_what_is_no_protobuf_is_refused_or_left_to_the_parser(self, body: bytes) -> None:
         if len(body) > HARMLESS_BYTES:
             with pytest.raises(Invalid):
                 check_protobuf(body, REQUEST)
@@ -251,7 +251,7 @@ class TestRoom:
             async with AsyncExitStack() as stack:
                 for number in range(AT_A_TIME):
                     room = await stack.enter_async_context(bodies.room(f"org {number}", self.MOST))
-                    for _ in range(2):  # the same body again takes no more
+                    for _ in range(2):  # the same body again takes no more room
                         await room.work()
                 for size_bytes in (SMALL_BYTES, 1):
                     async with bodies.room("small", size_bytes) as small:
@@ -300,7 +300,7 @@ class TestRoom:
         asyncio.run(scene())
 
     def test_who_waits_for_room_stands_in_line_as_who_waits_for_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of whom so many are let in: each has a connection."""
+        """So many of them are let in, for each holds a connection."""
         monkeypatch.setattr(threads, "MOST_WAITING", 1)
 
         async def scene() -> None:
@@ -353,7 +353,7 @@ class TestRoom:
                 ):
                     await held.enter_async_context(polls.room("next", self.MOST))
                 waits = asyncio.create_task(held.enter_async_context(answers.room("next", self.MOST)))
-                for number in range(3):  # each finds room for half of what is left
+                for number in range(3):  # each finds room for half of the rest
                     await held.enter_async_context(polls.room(f"small {number}", small))
                 with pytest.raises(RateLimited, match="this organisation"):
                     await held.enter_async_context(polls.room("org 0", small))
@@ -406,10 +406,10 @@ class TestRoom:
                 assert time.monotonic() - told >= 0.9 * REST_TIMES * 0.05
                 await room.work()
             begun = time.monotonic()
-            async with bodies.room("a", self.MOST) as room:  # that one was well
+            async with bodies.room("a", self.MOST) as room:  # that request succeeded
                 await room.work()
                 await asyncio.sleep(0.05)
-                room.refused = True  # and this one is told through its future
+                room.refused = True  # and this error comes through its future
             async with bodies.room("a", self.MOST):
                 assert time.monotonic() - begun >= 0.9 * REST_TIMES * 0.05
             await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Checkpoints over HTTP, with what a trainer would write put where it would be."""
+"""Checkpoints over HTTP; the test puts a trainer's files where the trainer would."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class TestArchive:
         tensors = {"unembed_A": np.ones((4, 8), np.float32), "unembed_B": np.ones((100, 4), np.float32)}
         save_file(tensors, folder / "adapter.safetensors")
         (folder / "adapter_config.json").write_text(json.dumps({"base_model": MODEL, "rank": 4, "alpha": 32.0}))
-        for _ in range(2):  # the second time it is there already
+        for _ in range(2):  # the archive exists already
             reply = world.call("GET", f"{route(path)}/archive", follow_redirects=False)
             assert reply.status_code == 302
             assert reply.headers["expires"].endswith("GMT")
@@ -226,7 +226,7 @@ class TestPublishing:
 
     @pytest.mark.parametrize("own", [True, False], ids=["own", "of another organisation"])
     def test_what_was_noted_with_a_checkpoint_stays_in_its_organisation(self, world: World, own: bool) -> None:
-        """A loop of weft.rl notes its runs and what they have cost."""
+        """A loop of weft.rl notes its runs and their cost."""
         noted, key = {"customer": "acme"}, world.key if own else world.other_key
         body = {"model_id": world.run(), "seq_id": 1, "path": "one", "user_metadata": noted}
         saving = world.post("save_weights", body)["request_id"]

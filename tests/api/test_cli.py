@@ -1,7 +1,6 @@
-"""weftd: one line on stdout when it serves, one line on stderr when it cannot, exit code 0 after a drain.
+"""The command weftd: one line on stdout when it serves, one line on stderr when it cannot, exit code 0 after a drain.
 
-The app behind it is a stand-in with stub workers, so that this is about the command alone.
-"""
+The app behind it is a stand-in with stub workers, so these tests are about the command alone."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ from tests.servers import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: A worker that says hello after a while and leaves when told; `MODE` is what the test wants to go wrong, or a file
+#: A worker that says hello after a while and leaves when told. `MODE` is what the test wants to go wrong, or a file
 #: that the server waits for before it is built.
 STAND_IN = """
 import asyncio, os, sys, time, types
@@ -107,12 +106,12 @@ main()
 
 
 def weftd(*arguments: str, mode: str = "") -> Forked:
-    """What it does; how it starts is the matter of `operators_weftd`."""
+    """Run `weftd` in a forked process; its start as a program is tested by `operators_weftd`."""
     return Forked("-c", STAND_IN, *arguments, env={**os.environ, "MODE": mode})
 
 
 def operators_weftd(*arguments: str, mode: str = "") -> subprocess.Popen[str]:
-    """A process that imports all for itself."""
+    """Run `weftd` as a process that imports everything by itself."""
     return subprocess.Popen(
         [sys.executable, "-c", STAND_IN, *arguments],
         stdout=subprocess.PIPE,
@@ -144,7 +143,7 @@ def serving(data_dir: Path, *arguments: str, start: Start = weftd) -> Iterator[t
 
 
 def refused(*arguments: str, mode: str = "") -> str:
-    """The one line that a command says when it is refused."""
+    """The one line that a refused command prints."""
     process = weftd(*arguments, mode=mode)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, ""), err
@@ -162,7 +161,7 @@ def test_serves_until_sigterm_and_drains(tmp_path: Path) -> None:
 
 
 def test_a_client_that_comes_while_the_server_starts_is_kept_waiting(tmp_path: Path) -> None:
-    """A refusal would send it away for as long as its patience doubles."""
+    """A refused client would stay away for as long as its growing pause."""
     port, go = free_port(), tmp_path / "go"
     process = operators_weftd("serve", "--data-dir", str(tmp_path / "data"), "--port", str(port), mode=str(go))
     try:
@@ -233,7 +232,7 @@ def test_of_two_that_make_a_folder_at_the_same_moment_who_is_refused_leaves_it(
 ) -> None:
     with only_one(tmp_path / "data"):
         with monkeypatch.context() as patched:
-            patched.setattr(Path, "exists", lambda self: False)  # both have looked
+            patched.setattr(Path, "exists", lambda self: False)  # until both have looked
             with pytest.raises(CannotServe, match="another weftd"), only_one(tmp_path / "data"):
                 pass
         assert (tmp_path / "data" / "server.lock").exists()
@@ -357,7 +356,7 @@ def test_what_no_file_number_or_text_can_be_is_one_line(tmp_path: Path, argument
 
 @pytest.mark.parametrize("unbilled", ["storage", "operation", ""])
 def test_a_price_list_that_begins_after_what_is_not_billed_yet_is_refused(tmp_path: Path, unbilled: str) -> None:
-    """As when the built-in list is replaced by one that begins today: nothing before could ever be billed."""
+    """Such as when the built-in list is replaced by one that begins today: earlier work could then never be billed."""
     with serving(tmp_path):
         pass
     database, day = Database(f"sqlite:///{tmp_path / 'weft.db'}"), datetime(2026, 3, 1, tzinfo=UTC)
@@ -393,7 +392,7 @@ def test_a_price_list_that_begins_after_what_is_not_billed_yet_is_refused(tmp_pa
         pass
 
 
-#: Of the real app, without workers: what the process has loaded when it listens.
+#: Prints the modules that the real app, without workers, has loaded when it listens.
 LISTENS = """
 import json, sys
 import api.server.workers.machines, api.server.serve
@@ -410,14 +409,14 @@ Server.startup = listens
 from api.cli import main
 main()
 """
-#: What a server that starts again can do without for now, most of which takes longer to load than all of ours.
+#: Modules that a starting server does not need yet; most take longer to load than all of ours.
 LATER = {"alembic", "authlib", "celery", "httpx", "obstore", "psycopg", "redis", "requests", "rich", "stripe", "torch"}
 LATER |= {"matplotlib", "peft", "prometheus_client", "transformers", "triton", "vllm"}
 
 
 def test_a_server_that_starts_again_loads_nothing_that_can_wait(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LISTENS, "serve", "--data-dir", str(tmp_path), "--port", "0"]
-    for _ in range(2):  # the first makes the tables
+    for _ in range(2):  # the first start makes the tables
         out = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=True).stdout
     loaded = {name.partition(".")[0] for name in json.loads(out.splitlines()[0])}
     assert {"api", "fastapi", "sqlalchemy"} <= loaded
@@ -485,8 +484,8 @@ def test_key_create_prints_a_key_and_nothing_else(tmp_path: Path) -> None:
     database.close()
 
 
-def test_a_key_for_a_folder_that_no_server_has_used_is_made_with_a_word(tmp_path: Path) -> None:
-    """The folder may be a slip of the pen."""
+def test_a_key_for_a_folder_that_no_server_has_used_is_made_with_a_warning(tmp_path: Path) -> None:
+    """The folder's name may be mistyped."""
     out, err = weftd("key", "create", "--data-dir", str(tmp_path / "slip"), "--org", "acme").communicate(timeout=60)
     assert re.fullmatch(r"tml-\w{8}_.{43}\n", out)
     assert err == f"weftd: {tmp_path / 'slip'} is new: the key is good for a server that is started on it\n"
@@ -509,7 +508,7 @@ def test_a_key_for_a_folder_that_no_server_has_used_is_made_with_a_word(tmp_path
     ids=" ".join,
 )
 def test_who_looks_into_a_folder_that_is_not_there_makes_none(tmp_path: Path, arguments: list[str]) -> None:
-    """The folder is a slip of the pen: an empty list, or a backup of nothing, would look like an answer."""
+    """The folder's name is mistyped: an empty list, or a backup of nothing, would look like an answer."""
     slip = tmp_path / "slip"
     given = [argument.format(out=tmp_path / "out") for argument in arguments]
     found = CliRunner().invoke(command, [*given, "--data-dir", str(slip)])
@@ -542,7 +541,7 @@ def test_what_a_key_is_called_fits_a_line_and_every_database(tmp_path: Path, nam
 
 
 def test_a_database_that_cannot_be_opened_or_asked_is_one_line(tmp_path: Path) -> None:
-    """As on a disk that is read-only, or in the folder of another user."""
+    """Such as on a read-only disk, or in another user's folder."""
     (tmp_path / "weft.db").mkdir()
     found = CliRunner().invoke(command, ["key", "list", "--data-dir", str(tmp_path)])
     assert found.exit_code == 2

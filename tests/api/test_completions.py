@@ -1,4 +1,4 @@
-"""One poll for all the requests of a sampler's client."""
+"""One poll for all requests of one sampler's client."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_after_a_restart_the_cursor_still_holds(world: World) -> None:
 
 
 def test_a_restart_with_a_clock_that_was_set_back_hides_nothing(world: World) -> None:
-    """A cursor from before it is ahead of the clock: whoever brought it waited until the clock had come so far."""
+    """The client's cursor is ahead of the clock then: it waited until the clock had come that far."""
     sampler_id = sampler(world, world.session())
     first, second, third = (submit(world, sampler_id, seq) for seq in range(3))
     world.finish(first, b"1", sample=1)
@@ -151,7 +151,7 @@ def test_a_restart_with_a_clock_that_was_set_back_hides_nothing(world: World) ->
 
 
 def test_what_ended_before_is_told_though_the_first_poll_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a restart, while the database is away for a moment: the next poll waited for ever for what had ended."""
+    """As when the database is away after a restart: the next poll waited for ever for what had ended."""
     sampler_id = sampler(world, world.session())
     request_id = submit(world, sampler_id)
     world.finish(request_id, b"1", sample=1)
@@ -171,12 +171,12 @@ def test_what_ended_before_is_told_though_the_first_poll_failed(world: World, mo
 def test_polls_that_come_while_a_feed_is_looked_up_are_told_all_of_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client that asks again, as its first poll broke off, may hear of what ends meanwhile: what ended before was
-    then behind its cursor, and it waited for that for ever."""
+    """A client asks again, because its first poll broke off, and hears of what ends meanwhile: what had ended before
+    was then behind its cursor, and it waited for that for ever."""
     sampler_id = sampler(world, world.session())
     before, meanwhile = submit(world, sampler_id, 0), submit(world, sampler_id, 1)
     world.finish(before, b"x", sample=1)
-    stamps = SharedFeeds(lambda count: 1_000_000)  # as of a replica that has followed nothing yet
+    stamps = SharedFeeds(lambda count: 1_000_000)  # like a replica that has followed nothing yet
     monkeypatch.setattr(world.journal, "completions", stamps)
     read, looking, go = world.service.database.read, threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Connections within limits, against a real listener in front of a small application."""
+"""The limits on connections, with a real listener in front of a small application."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from api.server.listener import Server
 from api.server.transports import MAX_HELD_BYTES, MAX_JOINED_BYTES, Joining
 from store.settings import FrontSettings
 
-#: More than lies in the buffers of a connection.
+#: More than fits into the buffers of a connection.
 LARGE_BYTES = 32 << 20
 
 
@@ -116,7 +116,7 @@ def listening() -> Iterator[Callable[..., Listening]]:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """What comes until the server closes it."""
+    """All that comes until the server closes the connection."""
     parts = []
     with suppress(ConnectionError):
         while part := connection.recv(65_536):
@@ -166,7 +166,7 @@ def test_a_connection_that_is_idle_is_closed_and_one_that_is_used_is_not(listeni
         for connection in (used, idle):
             connection.sendall(GET)
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
-        used.sendall(b"GET /slow?seconds=1.5 HTTP/1.1\r\nHost: x\r\n\r\n")  # for longer than that
+        used.sendall(b"GET /slow?seconds=1.5 HTTP/1.1\r\nHost: x\r\n\r\n")  # longer than the limit
         assert answer(idle) == b""
         assert used.recv(65_536).startswith(b"HTTP/1.1 200")
 
@@ -209,12 +209,12 @@ def test_all_have_their_most(listening: Callable[..., Listening]) -> None:
         with here.connect() as connection:
             assert answer(connection).startswith(b"HTTP/1.1 503")
     deadline = time.monotonic() + 10
-    while httpx.get(f"{here.url}/who").status_code == 503:  # until it has seen that they are gone
+    while httpx.get(f"{here.url}/who").status_code == 503:  # until the server has seen that they have left
         assert time.monotonic() < deadline
 
 
 def test_who_asks_nothing_makes_room_for_who_does(listening: Callable[..., Listening]) -> None:
-    """Nobody needs a key to hold a connection."""
+    """No key is needed to hold a connection open."""
     here = listening(max_connections=10)
     with ExitStack() as stack:
         held = [stack.enter_context(here.connect(f"127.0.0.{2 + number}")) for number in range(10)]
@@ -301,7 +301,7 @@ BROKEN = b"POST /body HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nn
 def test_a_refusal_waits_for_the_answers_before_it(
     listening: Callable[..., Listening], sent: tuple[bytes, ...], statuses: list[int]
 ) -> None:
-    """Or a client, or a proxy that shares a connection, takes it for the answer to another request."""
+    """Otherwise a client, or a proxy that shares a connection, takes it for the answer to another request."""
     here = listening()
     with here.connect() as connection:
         for part in sent:
@@ -333,7 +333,7 @@ def test_what_stands_beside_a_body_has_the_bound_of_headers(listening: Callable[
             for _ in range(64):
                 connection.sendall(b"a" * MAX_HEADERS_BYTES)
         connection.settimeout(5)
-        assert answer(connection) == b""  # cut off, and not waited for
+        assert answer(connection) == b""  # cut off at once
     assert httpx.get(f"{here.url}/who").is_success
 
 
@@ -342,7 +342,7 @@ def test_what_stands_beside_a_body_has_the_bound_of_headers(listening: Callable[
 def test_who_is_answered_early_may_send_the_rest(
     listening: Callable[..., Listening], chunked: bool, begun: int
 ) -> None:
-    """Most clients read when they have sent everything, and lose an answer whose connection is cut off before."""
+    """Most clients read only once they have sent everything, and lose an answer whose connection is cut off before."""
     here, part = listening(), b"x" * MAX_HEADERS_BYTES
     length = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % (40 * len(part))
     pieces = [b"%x\r\n%s\r\n" % (len(part), part) if chunked else part] * 40
@@ -351,7 +351,7 @@ def test_who_is_answered_early_may_send_the_rest(
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
         for piece in pieces[begun:]:
             connection.sendall(piece)
-            time.sleep(0.001)  # in several turns of the server's
+            time.sleep(0.001)  # in several rounds of the server's event loop
         connection.sendall((b"0\r\n\r\n" if chunked else b"") + GET)
         assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
 
@@ -424,7 +424,7 @@ def test_who_leaves_before_their_body_is_asked_for_is_noticed(listening: Callabl
 
 
 def test_who_takes_a_large_answer_at_their_own_pace_has_all_of_it(listening: Callable[..., Listening]) -> None:
-    """However long that takes: late is who takes nothing for long, or less than a slow line would."""
+    """However long that takes: a reader is late who takes nothing for long, or less than a slow line would."""
     server = listening(body_timeout_s=1.0)
     with server.connect() as connection:
         connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -439,7 +439,7 @@ def test_who_takes_a_large_answer_at_their_own_pace_has_all_of_it(listening: Cal
 def test_who_takes_a_little_now_and_then_is_late_as_who_sends_so(
     listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Never for long, but slower than a slow line: what is held for an answer would be held for hours."""
+    """Such a reader never pauses for long, but an answer would be held for hours."""
     monkeypatch.setattr(connections, "BODY_BYTES_PER_S", 1 << 30)
     server = listening(body_timeout_s=0.5)
     with server.connect() as connection:
@@ -462,7 +462,7 @@ def test_each_answer_has_a_pace_of_its_own() -> None:
 
     assert gate.late(Reading(), now) is None
     assert gate.late(Reading(), now + 0.1) == "answer to be read"
-    Reading.unread_since, Reading.unread_s = None, 61.1  # at the moment it is being read
+    Reading.unread_since, Reading.unread_s = None, 61.1  # at the moment when it is being read
     assert gate.late(Reading(), now) == "answer to be read"
 
 
@@ -491,7 +491,7 @@ def test_an_answer_that_nobody_reads_is_given_up() -> None:
     ],
 )
 def test_connections_are_counted_by_whom_an_address_stands_for(first: str, second: str, together: bool) -> None:
-    """Who has one address of IPv6 has 2^64, and would take all connections with them."""
+    """The owner of one IPv6 address has 2^64 of them, and could take all connections with those."""
     proxies = ["2001:db8:0:9::2"]
     gate = Gate(FrontSettings(max_connections_per_address=1, trusted_proxies=proxies))
     assert gate.enter(first) is None
@@ -503,7 +503,7 @@ def test_connections_are_counted_by_whom_an_address_stands_for(first: str, secon
 
 
 class TestProxies:
-    """X-Forwarded-For and -Proto count from trusted proxies alone."""
+    """X-Forwarded-For and -Proto count only if a trusted proxy sends them."""
 
     HEADERS: ClassVar = {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https", "host": "weft.example"}
 
@@ -513,7 +513,7 @@ class TestProxies:
             return http.get("/who", headers=self.HEADERS if headers is None else headers).json()
 
     @pytest.mark.parametrize("trusted", ["127.0.0.2", "127.0.0.0/30"])
-    def test_a_trusted_one_says_who_asks_and_how(self, listening: Callable[..., Listening], trusted: str) -> None:
+    def test_a_trusted_proxy_says_who_asks_and_how(self, listening: Callable[..., Listening], trusted: str) -> None:
         here = listening(trusted_proxies=[trusted])
         assert self.ask(here, "127.0.0.2") == {"client": "203.0.113.9", "url": "https://weft.example/"}
 
@@ -527,7 +527,7 @@ class TestProxies:
         spoofed = {"x-forwarded-for": "127.0.0.1, 198.51.100.1, 203.0.113.9"}
         assert self.ask(here, "127.0.0.2", spoofed)["client"] == "203.0.113.9"
 
-    def test_the_environment_trusts_nobody(
+    def test_the_environment_makes_no_proxy_trusted(
         self, listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
@@ -596,7 +596,7 @@ def test_head_and_body_of_an_answer_go_out_together() -> None:
         await asyncio.sleep(0)
         assert wire.sent == [b"head body", b"alone"]
         joining.write(large := b"x" * (MAX_HELD_BYTES + 1))
-        assert wire.sent[2:] == [large]  # what reads slowly is heard of at once
+        assert wire.sent[2:] == [large]  # a slow reader is noticed at once
         joining.write(b"head")
         joining.write(body := b"x" * (MAX_JOINED_BYTES + 1))
         assert wire.sent[3:] == [b"head", body]  # not copied
@@ -620,7 +620,7 @@ def test_what_is_held_of_a_connection_that_is_cut_off_is_not_sent() -> None:
 
 
 def test_a_client_whose_network_is_gone_is_noticed_within_a_minute() -> None:
-    """Nothing that it has asked for is computed for longer; the kernel asks whether it is there."""
+    """Then no more of its requests are computed; the kernel asks whether the client is still there."""
     with serve.listening("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname()):
         connection, _ = sock.accept()
         with connection:

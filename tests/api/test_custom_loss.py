@@ -93,7 +93,7 @@ def ref(name: str) -> dict[str, str]:
 
 
 def with_nodes(session: str, number: int, nodes: list[dict[str, Any]]) -> dict[str, Any]:
-    """A loss of these nodes between its input and `loss`, the sum of the last."""
+    """A loss with these nodes between its input and `loss`, the sum of the last one."""
     made = body(session, number)
     first, _, last, output = made["graph"]["nodes"]
     last["args"] = [ref(nodes[-1]["name"])]
@@ -106,7 +106,7 @@ def call(name: str, target: str, *args: Any) -> dict[str, Any]:
 
 
 def test_what_no_data_could_make_possible_is_refused_when_it_comes(world: World) -> None:
-    """Three kilobytes whose tuples would have 4^40 members, and the norm of a matrix that costs a decomposition."""
+    """Three kilobytes whose tuples would have 4^40 members, and the norm of a matrix that needs a decomposition."""
     session = world.session()
     pair = {"tuple": [ref("t0"), ref("t0")]}
     grown = [call("t0", "getattr", ref("logprobs"), "shape"), call("t1", "operator.add", pair, pair)]
@@ -121,7 +121,7 @@ def test_what_no_data_could_make_possible_is_refused_when_it_comes(world: World)
 
 
 def test_a_loss_counts_in_the_fair_order_by_what_it_costs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One-token data cost what their nodes cost, so many of them are many slices; and too many are refused."""
+    """One-token data cost as much as their loss's nodes: many of them make many slices, and too many are refused."""
     session = world.session()
     run = world.run(session)
     world.post("create_custom_loss", body(session))
@@ -129,7 +129,7 @@ def test_a_loss_counts_in_the_fair_order_by_what_it_costs(world: World, monkeypa
     reply = world.train(batch(run, 1, [datum([1])] * 8, loss_fn="custom", loss_fn_config=config))
     row = world.operation(reply["request_id"])
     assert row.tokens == 8
-    # Of ten each: a token, two nodes, and one for up to 16,384 elements.
+    # Ten of each: a token, two nodes, and one for up to 16,384 elements.
     assert row.plan["slices"] == [[at, at + 2, 2 * (1 + 2 + 1)] for at in range(0, 8, 2)]
     monkeypatch.setattr(custom_cost, "MAX_WORK", 20)
     reply = world.train(batch(run, 2, [datum([1])] * 8, loss_fn="custom", loss_fn_config=config))

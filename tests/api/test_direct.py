@@ -1,4 +1,4 @@
-"""The direct routes answer as FastAPI has them answer, whatever is asked; and it does not see what is asked of them."""
+"""The direct routes answer whatever FastAPI would answer, without FastAPI seeing the requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATHS = ("optim_step", "forward_backward", "forward", "asample", "retrieve_futur
 
 
 def both(world: World, path: str, **options: Any) -> list[tuple[int, Any, Any]]:
-    """Status, body and headers of an answer: with the direct routes, and by FastAPI alone."""
+    """Status, body and headers of the answers by the direct routes, and by FastAPI alone."""
     app, found = world.http.app, list[tuple[int, Any, Any]]()
     assert isinstance(app, FastAPI)
     for stack in (app.build_middleware_stack(), FastAPI.build_middleware_stack(app)):
@@ -38,7 +38,7 @@ def both(world: World, path: str, **options: Any) -> list[tuple[int, Any, Any]]:
         reply = world.http.request(options.get("method", "POST"), f"/api/v1/{path}", **_sent(world, options))
         body = reply.json() if reply.headers["content-type"] == "application/json" else reply.content
         if isinstance(body, dict) and "detail" in body:
-            body.pop("request_id", None)  # of the HTTP request, unless it is an operation's
+            body.pop("request_id", None)  # the id of the HTTP request, unless it is an operation's
         headers = {
             name: value for name, value in reply.headers.items() if name not in ("x-request-id", "content-length")
         }
@@ -91,7 +91,7 @@ def test_answers_are_the_same(world: World) -> None:
     direct, again = both(world, "retrieve_future", json={"request_id": "0" * 32})
     assert (direct, direct[0]) == (again, 404)
     refused, repeat = both(world, "optim_step", json=step | {"seq_id": 3, "adam_params": {"learning_rate": -1}})
-    assert (refused[0], refused[1]["code"], repeat[0]) == (422, "malformed", 200)  # it has spent its number
+    assert (refused[0], refused[1]["code"], repeat[0]) == (422, "malformed", 200)  # it has used its number
 
 
 @pytest.mark.parametrize("status", [200, 408])
@@ -104,7 +104,7 @@ def test_a_ready_answer_is_starlettes(kind: str, status: int) -> None:
 
 
 def test_what_is_refused_leaves_nothing_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bodies may be large: they are not to wait for the collector of circles."""
+    """Bodies may be large, so they must not stay until the garbage collector finds a cycle."""
     bodies: list[weakref.ref[Body]] = []
 
     def refuse(_sent: bytes) -> None:
@@ -122,7 +122,7 @@ def test_what_is_refused_leaves_nothing_behind(world: World, monkeypatch: pytest
 
 
 class Body:
-    """What a refused request was read into."""
+    """Stands for the object that a refused request was read into."""
 
 
 def test_a_request_is_seen_by_one_of_both(world: World) -> None:
@@ -138,7 +138,7 @@ def test_a_request_is_seen_by_one_of_both(world: World) -> None:
     http = TestClient(app, raise_server_exceptions=False)
     assert http.get("/api/v1/optim_step").status_code == 299
     assert http.post("/api/v1/get_info").status_code == 299
-    answer = http.post("/api/v1/optim_step")  # no key, and nobody who answers that
+    answer = http.post("/api/v1/optim_step")  # no key, and no answer of a direct route
     assert (answer.status_code, answer.json()["code"]) == (500, "internal")
 
 

@@ -1,4 +1,4 @@
-"""`weftd doctor` on what may be wrong with a machine and a data folder: it is named, with what to do; exit code 1."""
+"""`weftd doctor` on a faulty machine or data folder: it names the fault and what to do; exit code 1."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def examined(folder: Path) -> tuple[int, dict[str, dict[str, str]]]:
 
 @pytest.fixture
 def without_torch(monkeypatch: Patch) -> None:
-    """It is asked in one test; to load it takes seconds."""
+    """Without torch: only one test asks about it, and it takes seconds to load."""
     checks = tuple(check for check in command.CHECKS if check is not machine.computing)
     monkeypatch.setattr(command, "CHECKS", checks)
 

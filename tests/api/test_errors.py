@@ -128,7 +128,7 @@ def test_what_any_path_may_have_openais_client_can_read(
 def test_a_stream_that_has_begun_tells_that_the_store_is_away(
     world: World, monkeypatch: pytest.MonkeyPatch, fault: Exception
 ) -> None:
-    """Its status is out by then: an answer that breaks off is nothing that clients can read."""
+    """The status has been sent by then, and clients cannot make anything of an answer that breaks off."""
 
     async def broken(*_: Any) -> None:
         raise fault

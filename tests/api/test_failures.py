@@ -1,4 +1,4 @@
-"""Polls for ids that nobody has are counted, and beyond a number refused before they ask the database."""
+"""Polls for ids that do not exist are counted; beyond a limit they are refused before they ask the database."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE, OTHER = Principal("a", 1), Principal("a", 2)
 def test_a_key_that_misses_too_often_waits_and_no_other() -> None:
     now = [0.0]
     misses = failures.misses(lambda: now[0])
-    for _ in range(failures.MISSES_PER_MINUTE + 1):  # one more, for what rounding leaves
+    for _ in range(failures.MISSES_PER_MINUTE + 1):  # one more, because of rounding
         misses.note(ONE)
     with pytest.raises(RateLimited, match="ids that are not there"):
         misses.check(ONE)
@@ -28,7 +28,7 @@ def test_a_key_that_misses_too_often_waits_and_no_other() -> None:
 
 
 def test_who_fails_to_sign_in_from_many_addresses_of_one_network_waits() -> None:
-    """With IPv6 that is one customer."""
+    """With IPv6 such a network is one customer."""
     tries = failures.attempts(lambda: 0.0)
 
     def of(address: str) -> Request:

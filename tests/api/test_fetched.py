@@ -1,4 +1,4 @@
-"""What clients were given is written down, so that it need not be kept for long; on both databases."""
+"""Which results clients have received is written down, so that those need not be kept for long; on both databases."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sweep(world: World, later: timedelta) -> int:
 def test_a_server_whose_clock_is_behind_keeps_what_it_has_given_for_as_long(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results go by the database's time; a client that lost its answer on the way asks again."""
+    """Keeping goes by the database's clock; a client whose answer was lost on the way asks again."""
 
     class Behind(datetime):
         @classmethod
@@ -79,7 +79,7 @@ def test_settling_writes_how_large_a_result_is(world: World) -> None:
 def test_a_result_that_its_client_was_given_is_kept_for_a_while_and_then_gone(world: World) -> None:
     mine, waits = finished(world), finished(world, number=1)
     assert retrieve(world, mine).content == b"x"
-    assert world.operation(mine).fetched_at is None  # no request writes
+    assert world.operation(mine).fetched_at is None  # no request writes this
     assert flush(world) == 1
     assert world.operation(mine).fetched_at is not None
     world.service.journal.answers.clear()
@@ -99,7 +99,7 @@ def test_an_announcement_is_not_a_result(world: World) -> None:
 
 
 def test_a_colleague_who_looks_takes_nothing_away(world: World) -> None:
-    """A member changes only their own: that they have a result says nothing of whether its owner has."""
+    """Members change only their own: a colleague's reading does not tell whether the owner has the result."""
     ann, bob = (member(world, "member", f"{name}@example.com")[1] for name in ("ann", "bob"))
     session = world.post("create_session", {"tags": [], "sdk_version": "1"}, key=ann)["session_id"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
@@ -146,7 +146,7 @@ def test_an_organisation_cannot_say_that_of_anothers_results(world: World) -> No
 
 
 def test_what_a_client_has_acknowledged_is_written_down_by_any_replica(world: World) -> None:
-    """The replica that is told may not be the one that knows the result: its memory has nothing of it."""
+    """The replica that is told may not have the result in memory."""
     sampler_id = sampler(world, world.session())
     request_id = submit(world, sampler_id)
     world.finish(request_id, b"x" * 2000, prefill=3, sample=4)

@@ -96,14 +96,14 @@ def test_a_client_that_reads_json_alone_is_told_all_that_it_asked_for(world: Wor
 
 
 def test_a_stream_that_a_stopping_server_ends_can_be_asked_for_again(world: World) -> None:
-    """The sample is kept, and is drawn on after the restart."""
+    """The sample is kept, and goes on being drawn after the restart."""
     asked = sample(sampler(world, world.session()), 0) | {"stream": True}
     request_id = world.post("asample", asked)["request_id"]
     world.service.polls.release()
     assert world.call("POST", "stream_future", json={"request_id": request_id}).text == "event: open\ndata: {}\n\n"
 
 
-def test_one_that_waits_is_408_with_its_state(world: World) -> None:
+def test_a_waiting_operation_is_408_with_its_state(world: World) -> None:
     run = world.run()
     request_id = world.train(batch(run, 2))["request_id"]
     reply = retrieve(world, request_id, allow_metadata_only=True)
@@ -119,7 +119,7 @@ def test_one_that_waits_is_408_with_its_state(world: World) -> None:
 def test_large_results_are_read_one_by_one_as_their_clients_take_them(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is in memory for its answer alone. What is small waits for none, nor does another organisation."""
+    """Each is in memory only while it is answered. Small ones, and other organisations, do not wait for it."""
     object.__setattr__(world.service, "large_results", LargeBodies(2 * LARGE_BYTES, wait_s=0.3, what="results"))
     large, small = finished(world, bytes(2 * LARGE_BYTES)), finished(world, bytes(LARGE_BYTES))
     world.service.journal.answers.clear()
@@ -142,7 +142,7 @@ def test_large_results_are_read_one_by_one_as_their_clients_take_them(
 
 
 async def take(world: World, request_id: str, taken: asyncio.Event) -> int:
-    """Fetch a result as a client that takes the most of it when `taken` is set; how much that was."""
+    """Fetch a result like a client that reads most of it once `taken` is set; returns how much it read."""
     body, size = json.dumps({"request_id": request_id}).encode(), 0
     headers = [(b"x-api-key", world.key.encode()), (b"accept", PROTOBUF.encode())]
     scope = {"type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "headers": headers}
@@ -171,11 +171,11 @@ def test_a_result_that_is_no_longer_kept_is_410(world: World) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["unknown", "", "\0", "x" * 300, "é"])
-def test_unknown_ones_are_404(world: World, request_id: str) -> None:
+def test_unknown_operations_are_404(world: World, request_id: str) -> None:
     assert retrieve(world, request_id).status_code == 404
 
 
-def test_foreign_ones_are_404(world: World) -> None:
+def test_foreign_operations_are_404(world: World) -> None:
     request_id = finished(world, b"x")
     assert world.outcome(request_id, key=world.other_key).status_code == 404
     world.service.journal.answers.clear()

@@ -1,4 +1,4 @@
-"""What monitoring reads of the money is what the database says, and names nobody."""
+"""The figures about money that monitoring reads equal the database's, and name nobody."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_drift_and_jobs(world: World) -> None:
 
 
 def test_an_alert_for_the_operator_is_seen_until_it_is_over(world: World) -> None:
-    """Monitoring pages; nobody looks into the console all day. What an organisation is told concerns no operator."""
+    """Monitoring pages the operator, who does not watch the console. Organisations' alerts are not for operators."""
     world.run()
     first = datetime.now(UTC).replace(microsecond=0)
     told = {"kind": "webhook_stuck", "message": "m"}

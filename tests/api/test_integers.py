@@ -1,5 +1,5 @@
-"""Every integer that a request can carry has bounds: what is beyond is refused where it is read, and never reaches the
-database or an array."""
+"""Every integer in a request has bounds: one beyond them is refused when it is read, and reaches neither the database
+nor an array."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import api
 from api.server.app import front
 from tests.api.conftest import MODEL, World
 
-#: Given as the largest, or as the first that is too large.
+#: Sent as the largest that is allowed, or as the first that is too large.
 MOST = 2**63
-#: Elements of arrays, which are read by numpy.
+#: Elements of arrays, which numpy reads.
 ARRAYS = {"SampleRequest.target_prompt_logprobs.data"}
 
 
 def models() -> Iterator[type[BaseModel]]:
-    """Every model of the wire and of the API that is no answer."""
+    """Every model of the wire and of the API, except those of answers."""
     for package in (weft.wire, api):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
@@ -81,7 +81,7 @@ def test_integers_of_addresses_are_bounded() -> None:
 
 
 def test_every_seed_has_the_same_limits_in_the_same_words(world: World) -> None:
-    """Of a run, of a sample by either door, and where a plan is looked at before it is sent."""
+    """For a run, for a sample by either API, and for a plan that is looked at before it is sent."""
     limits = LimitsResponse.model_validate(world.get("weft/limits"))
     for seed, good in ((-(2**63), True), (2**63 - 1, True), (2**63, False), (-(2**63) - 1, False)):
         says = "" if good else f"seed: {SEEDS} (got {seed})"

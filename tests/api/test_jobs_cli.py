@@ -44,7 +44,7 @@ def _listed(result: Result) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("command", ["worker", "beat"])
 def test_without_a_redis_there_is_no_carrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
-    """It went to one on this machine, whosever that was."""
+    """The command used the Redis on this machine, whoever owned that."""
     for start in ("worker_main", "Beat"):
         monkeypatch.setattr(f"celery.Celery.{start}", lambda *_, **__: pytest.fail("it starts"))
     assert _weftd(tmp_path, "migrate").exit_code == 0
@@ -53,7 +53,7 @@ def test_without_a_redis_there_is_no_carrier(tmp_path: Path, monkeypatch: pytest
     assert (result.exit_code, result.stderr) == (2, says)
 
 
-#: What Celery does with the process that it is started in: it forks, and tasks run there.
+#: What Celery does in the process where it starts: it forks, and tasks run in the child.
 FORKS = """
 import os, signal, sys
 from celery import Celery
@@ -74,7 +74,7 @@ main()
 
 
 def test_jobs_that_celery_carries_reach_the_object_store(object_store: OwnStore, tmp_path: Path) -> None:
-    """They waited for ever where the store's client had been used before the fork."""
+    """If the store's client had been used before the fork, jobs waited for ever."""
     url = f"{object_store.url}/{uuid.uuid4().hex}"
     config = f'blob_url = "{url}"\nredis_url = "redis://127.0.0.1:1/0"\n'
     assert _weftd(tmp_path, "migrate", config=config).exit_code == 0

@@ -1,4 +1,4 @@
-"""What is remembered of runs and samplers changes nothing of who may use them."""
+"""What is remembered of runs and samplers does not change who may use them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sampler(world: World) -> str:
     return str(world.post("create_sampling_session", body)["sampling_session_id"])
 
 
-def test_what_its_owner_has_just_used_is_not_there_for_others(world: World, sampler: str) -> None:
+def test_a_run_that_its_owner_just_used_is_not_found_by_others(world: World, sampler: str) -> None:
     run = world.run()
     step(world, run, 1)
     sample(world, sampler, 0)
@@ -75,4 +75,4 @@ def test_a_new_operation_of_a_run_that_is_remembered_reads_nothing(world: World)
     request_id = step(world, run, 2)["request_id"]
     assert statements == []
     assert world.operation(request_id).seq == 2
-    assert any(Operation.__tablename__ in statement for statement in statements)  # so it would have been seen
+    assert any(Operation.__tablename__ in statement for statement in statements)  # a read would have been seen

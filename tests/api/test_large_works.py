@@ -19,7 +19,7 @@ from tests.api.data import batch
 from tests.api.test_sampling import sample, sampler
 
 T = TypeVar("T")
-#: What reads or writes a body, or an answer.
+#: The functions that read or write a body or an answer.
 WORKS = {
     bodies: ("check_json", "check_protobuf"),
     batches: ("train_body", "decode_train_request"),
@@ -29,7 +29,7 @@ WORKS = {
 
 
 class Noting(Threads):
-    """Its works know that they are."""
+    """Notes whether works run within a turn."""
 
     inside: ContextVar[bool] = ContextVar("inside", default=False)
 
@@ -43,7 +43,7 @@ class Noting(Threads):
 
 @pytest.fixture
 def seen(world: World, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """The works that were done, and whether always in such a turn, where everything is large."""
+    """The works that were done, and whether each was in such a turn, in a server where everything counts as large."""
     seen = dict[str, bool]()
 
     def note(module: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A command of the operator whose COMMIT is done, or not, and whose answer is lost."""
+"""An operator's command whose COMMIT succeeds or fails, but whose answer from the database is lost."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.scheduler.jobs.proxy import proxy
 from tests.servers import PostgresServer
 
 ACME = ("--org", "acme")
-#: What PostgreSQL answers to COMMIT.
+#: PostgreSQL's answer to COMMIT.
 COMMITTED = b"C\x00\x00\x00\x0bCOMMIT"
-#: Commands that would do it twice.
+#: Commands that would take effect twice if they were repeated.
 TWICE = {
     "grant": (("credit", "grant", *ACME, "--usd", "10"), 10 * 10**9),
     "take": (("credit", "take", *ACME, "--usd", "10", "--memo", "why"), -10 * 10**9),
@@ -75,10 +75,10 @@ def balance_nusd(database: Database, org_id: str) -> int:
 
 
 @pytest.mark.parametrize("what", sorted(TWICE))
-def test_money_that_was_moved_is_said_to_be(
+def test_moved_money_is_reported_as_moved(
     what: str, postgres: PostgresServer, postgres_database: Database, acme: str, tmp_path: Path
 ) -> None:
-    """Whoever is told that it was not would move it again."""
+    """An operator who is told that the money was not moved would move it again."""
     command, moved_nusd = TWICE[what]
     with proxy(postgres.port) as between:
         config = configured(postgres, postgres_database, between.port, tmp_path)
@@ -101,7 +101,7 @@ def test_a_key_that_was_made_is_shown(postgres: PostgresServer, postgres_databas
 
 
 @pytest.mark.parametrize("what", sorted(TWICE))
-def test_what_was_not_done_is_said_not_to_be(
+def test_what_was_not_done_is_reported_as_not_done(
     what: str, postgres: PostgresServer, postgres_database: Database, acme: str, tmp_path: Path
 ) -> None:
     command, moved_nusd = TWICE[what]
@@ -116,7 +116,7 @@ def test_what_was_not_done_is_said_not_to_be(
     assert balance_nusd(postgres_database, acme) == moved_nusd
 
 
-def test_what_nobody_can_say_is_not_said(
+def test_an_unknown_outcome_is_reported_as_unknown(
     postgres: PostgresServer,
     postgres_database: Database,
     acme: str,
@@ -136,7 +136,7 @@ def test_what_nobody_can_say_is_not_said(
 
 
 def test_what_was_given_up_is_not_done(postgres_database: Database, acme: str, tmp_path: Path) -> None:
-    """Ctrl-C while it waits for others: whoever presses it, and is told that it was aborted, types it again."""
+    """Ctrl-C while the command waits for others: an operator who is told that it was aborted types it again."""
     (tmp_path / "weft.toml").write_text(f'data_dir = "{tmp_path}"\ndatabase_url = "{postgres_database.url}"\n')
     command = [sys.executable, "-m", "weft_server", *TWICE["grant"][0], "--config", str(tmp_path / "weft.toml")]
     with postgres_database.read() as busy:

@@ -85,7 +85,7 @@ def test_results_are_given_out_without_money(world: World) -> None:
 def test_who_changes_a_budget_has_the_lock_of_its_organisation_before_anything_else(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken within, behind those of works of the same transaction, two servers may wait for each other."""
+    """If the lock came later, behind those of works in the same transaction, two servers could wait for each other."""
     locks, write = list[str](), world.database.write
 
     async def noted(work: Any, *, lock: str = "") -> Any:
@@ -117,7 +117,7 @@ def test_budgets(world: World) -> None:
     ("body", "status"),
     [
         ({"scope": "key", "scope_id": "2", "limit_nusd": 1}, 404),  # the other organisation's
-        ({"scope": "key", "scope_id": "01", "limit_nusd": 1}, 404),  # it would count nothing of key 1
+        ({"scope": "key", "scope_id": "01", "limit_nusd": 1}, 404),  # it would not count key 1
         ({"scope": "key", "scope_id": "١", "limit_nusd": 1}, 404),
         ({"scope": "project", "scope_id": "nobody's", "limit_nusd": 1}, 404),
         ({"scope": "project", "limit_nusd": 1}, 400),

@@ -20,7 +20,7 @@ def test_kept_replaced_and_taken_away(world: World) -> None:
     path = f"weft/runs/{run}/notes"
     assert world.get(path) == {"notes": ""}
     for given, kept in ((" warmup was too short\r\n<b>x</b> ", "warmup was too short\r\n<b>x</b>"), ("", "")):
-        for _ in range(2):  # saying it again changes nothing
+        for _ in range(2):  # the same note again changes nothing
             assert world.call("PUT", path, json={"notes": given}).json() == {"notes": kept}
         assert world.get(path) == {"notes": kept}
     first, second = entries(world)
@@ -40,7 +40,7 @@ def test_limits(world: World) -> None:
 
 
 def test_whose_runs(world: World) -> None:
-    """Others of the organisation read; a member writes about runs of their own; another organisation finds nothing."""
+    """Colleagues read notes; a member writes only about their own runs; other organisations find nothing."""
     run = world.run()
     path = f"weft/runs/{run}/notes"
 

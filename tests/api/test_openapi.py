@@ -1,5 +1,5 @@
-"""`/openapi.json` against what the routes do: which there are, who is let in, and how they refuse.
-`tests/e2e/test_api_fuzz.py` holds a server's statuses to it under random requests."""
+"""`/openapi.json` says what the routes do: which there are, who is let in, and how they refuse. To random requests
+tests/e2e/test_api_fuzz.py holds a server's statuses to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.api.conftest import World
 from tests.tenancy.conftest import member, routes_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-#: Not of the API: pages for people, and the document itself.
+#: Not part of the API: pages for people, and the document itself.
 PAGES = {"/", "/docs", "/openapi.json", "/sdk"}
 
 T = TypeVar("T")
@@ -45,14 +45,14 @@ def operations(described: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]
 
 
 def test_routes_are_built_once_and_not_again_for_the_first_requests() -> None:
-    """What `include_router` includes is built anew by each application, when it is first looked through."""
+    """Each application builds the routes of `include_router` anew, when they are first looked through."""
     routes = front().routes
     assert all(isinstance(route, APIRoute) for route in routes)
     assert {id(route) for route in probes.router.routes} <= {id(route) for route in routes}
 
 
 def test_what_anybody_may_fetch_is_written_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody needs a key for them, and to write them takes a processor for a while."""
+    """Nobody needs a key for these, and writing them takes a processor for a while."""
     first = [world.http.get(path).content for path in ("/openapi.json", "/docs")]
     monkeypatch.setattr(reference, "orjson", None)
     monkeypatch.setattr(reference, "page", None)
@@ -91,10 +91,10 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(described:
 
 
 def test_who_is_let_in_and_how_routes_refuse(world: World, described: dict[str, Any]) -> None:
-    """Without a key, with one that may do little, and with one that may do all, each with a body that says nothing."""
+    """Without a key, with a key that may do little, and with one that may do all, each with an empty body."""
     _, viewer = member(world, "viewer")
     _, owner = member(world, "owner")
-    last = ("DELETE", "/api/v1/auth/apikey/me")  # after it the key is gone
+    last = ("DELETE", "/api/v1/auth/apikey/me")  # afterwards the key is gone
     unsaid = []
     for method, path, operation in sorted(operations(described), key=lambda found: found[:2] == last):
         address, secured = re.sub(r"{[^}]*}", "0", path), bool(operation["security"])
@@ -122,7 +122,7 @@ def test_people_find_the_console_and_every_route(world: World, described: dict[s
 
 
 def error_codes() -> list[tuple[str, int]]:
-    """(code, status) of every error that the API has a class for."""
+    """(code, status) of every error class of the API."""
     classes, found = [ApiError], set()
     while classes:
         one = classes.pop()

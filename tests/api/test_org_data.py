@@ -1,4 +1,4 @@
-"""What `weftd org export` gives and `weftd org delete` takes; the neighbour keeps everything, and the books agree."""
+"""`weftd org export` writes, and `weftd org delete` removes, all of an organisation, and nothing of its neighbour."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(data_dir: Path, *arguments: str | Path) -> Result:
 
 
 def work(database: Database, blobs: Blobs, name: str, weights: str, *emails: str) -> str:
-    """An organisation with members, a key, a run, an operation that was billed, and a checkpoint; its id."""
+    """Make an organisation with members, a key, a run, a billed operation and a checkpoint; returns its id."""
     with blobs.new_folder(weights) as folder:
         (folder / "adapter.bin").write_bytes(f"of {name}".encode())
     for ref in (f"ops/00/{name}", f"results/00/{name}"):
@@ -80,7 +80,7 @@ def work(database: Database, blobs: Blobs, name: str, weights: str, *emails: str
 
 @pytest.fixture
 def two(database: Database, blobs: Blobs) -> tuple[str, str]:
-    """acme, which is about to go, and globex, which has copied acme's weights and shares a member with it."""
+    """acme, which is about to be deleted, and globex, which has a copy of acme's weights and a member in common."""
     acme = work(database, blobs, "acme", "weights/acme", "ann@x.org", "bob@x.org")
     globex = work(database, blobs, "globex", "weights/globex", "bob@x.org")
     return acme, globex
@@ -91,11 +91,11 @@ def names(folder: Path) -> set[str]:
 
 
 def test_an_export_that_fails_leaves_nothing_that_looks_like_one(two: tuple[str, str], tmp_path: Path) -> None:
-    """Half of one would be taken for all, and the next try be refused for it."""
+    """Half of an export would be taken for all of it, and the next try would be refused because of it."""
     log = tmp_path / "telemetry" / "2026-11-22" / f"{two[0]}.jsonl"
     said = log.read_text()
     log.unlink()
-    log.mkdir()  # as unreadable as on a disk that fails
+    log.mkdir()  # unreadable, as on a disk that fails
     made = run(tmp_path, "export", "acme", tmp_path / "out" / "acme")
     assert (made.exit_code, len(made.stderr.splitlines())) == (2, 1), made.exception
     assert list((tmp_path / "out").iterdir()) == []
@@ -142,7 +142,7 @@ def test_a_deletion_leaves_the_books_the_trail_and_the_neighbours(
 ) -> None:
     acme, globex = two
 
-    def copied(session: Session) -> None:  # as a copy of a published checkpoint does
+    def copied(session: Session) -> None:  # like a copy of a published checkpoint
         row = session.get(Checkpoint, "globex")
         row.ref = "weights/acme"
 
@@ -182,7 +182,7 @@ def test_a_deletion_leaves_the_books_the_trail_and_the_neighbours(
     assert books.stdout == "the books agree\n"
 
 
-def test_what_goes_on_is_not_deleted(two: tuple[str, str], database: Database, tmp_path: Path) -> None:
+def test_an_organisation_still_at_work_is_not_deleted(two: tuple[str, str], database: Database, tmp_path: Path) -> None:
     def revive(session: Session) -> None:
         session.get(tables.Session, "acme").state = "active"
 

@@ -1,4 +1,4 @@
-"""Requests that come at the same moment begin a few at a time, of each organisation in turn; probes wait for nobody."""
+"""Requests that come at the same moment are begun a few at a time, organisations taking turns; probes do not wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def nothing(_message: Any = None) -> Any:
 
 
 class Begun:
-    """What has begun, in order, and in which turn of the event loop."""
+    """The requests that have begun, in order, and the turn of the event loop in which each did."""
 
     def __init__(self) -> None:
         self.turn, self.order = 0, list[tuple[int, str]]()

@@ -1,4 +1,4 @@
-"""How many requests of one organisation are held open, of the connections that are everybody's."""
+"""How many of everybody's connections one organisation may hold open with waiting requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_as_many_connections_as_asked_for_or_as_there_can_be_files(
 def test_a_process_that_may_have_no_connection_does_not_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: int
 ) -> None:
-    """It refused every client with "its most of 0 connections", to come again in a moment."""
+    """It refused every client with "its most of 0 connections", and asked it to come again in a moment."""
     monkeypatch.setattr(resource, "getrlimit", lambda _what: (files, files))
     with pytest.raises(SettingsError, match=rf"may open {files} files here, .* ulimit -n 8448"):
         most_connections(FrontSettings())
@@ -105,7 +105,7 @@ def test_a_process_that_may_have_no_connection_does_not_start(
 
 @contextmanager
 def held(world: World, count: int) -> Iterator[None]:
-    """So many requests of acme's wait."""
+    """So many requests of acme's are waiting."""
     with world.database.read() as session:
         org_id = session.connection().exec_driver_sql("SELECT id FROM organisations WHERE name = 'acme'").scalar_one()
     over: Future[asyncio.Event] = Future()

@@ -1,4 +1,4 @@
-"""Spans that name sampled sequences, and logprobs that the server has recorded."""
+"""Spans that name sampled sequences, and the logprobs that the server has recorded for those."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sampled(length: int, offset: int = 0, name: str = "op:0") -> SampledProvenan
 
 
 def spanned(targets: list[Any], mine: list[Any] | None = None, **inputs: Any) -> ArrayDatum:
-    """Five tokens: two of a prompt and three of the four sampled ones; the targets are one further."""
+    """A datum of five tokens: two of a prompt and three of four sampled ones; its targets are shifted by one."""
     given = {"weights": None, "advantages": [0.0, 1.0, 1.0, 1.0, 1.0], **inputs}
     plain = datum([1, 2, 3, 4, 5], **given)
     return replace(plain, model_input_spans=mine or [prompt(2), sampled(3)], loss_fn_input_spans=targets)
@@ -118,7 +118,7 @@ def test_other_losses_may_carry_spans(world: World) -> None:
 
 
 def test_sequences_of_which_no_token_is_trained_are_not_remembered(world: World) -> None:
-    """Thousands of names with each token would lie in the operation's row for as long as there is the run."""
+    """Thousands of names for each token would stay in the operation's row as long as the run exists."""
     run = world.run()
     names = [sampled(0, name=f"op:{number}") for number in range(200)]
     spans = [*names, prompt(1), sampled(4)]

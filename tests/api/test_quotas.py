@@ -1,5 +1,5 @@
-"""What an organisation may keep at a time: refused beyond with 429, which names quota, limit, value and what helps; and
-nothing of what was refused is there."""
+"""What an organisation may keep at a time. Beyond it requests are refused with 429, which names quota, limit, value and
+what helps, and nothing of a refused request remains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refused(world: World, path: str, body: dict[str, Any]) -> str:
     return str(reply.json()["detail"])
 
 
-def test_runs(world: World) -> None:
+def test_quota_of_runs(world: World) -> None:
     session = world.session()
     set_quota(world, runs=2)
     world.run(session, 0)
@@ -56,7 +56,7 @@ def test_runs(world: World) -> None:
     for seq in (0, 1):
         world.finish(world_op(world, f"{session}:train:{seq}"))
     world.post(f"sessions/{session}/finish", FINISH)
-    world.finish("none")  # and what is in the background is stored
+    world.finish("none")  # and what waits in the background is stored
     world.run(other)
     world.run(key=world.other_key)
 
@@ -97,7 +97,7 @@ def test_custom_losses(world: World) -> None:
     assert "quota custom_losses is 1: 1 uploaded losses" in refused(world, "create_custom_loss", loss(session, 1))
     world.post("create_custom_loss", loss(session))  # a repeat adds nothing
     world.post(f"sessions/{session}/finish", FINISH)
-    # Those of a session that has just ended are still there.
+    # Losses of a session that has just ended still count.
     refused(world, "create_custom_loss", loss(world.session()))
 
 
@@ -163,22 +163,22 @@ def test_samplers_without_a_name_are_billed_while_they_live(world: World) -> Non
         world.finish(request_id, size_bytes=700)
     assert open_spans(world) == dict.fromkeys(saves, 700)
     inflight = []
-    for seq in (3, 4):  # the second one takes the first one's place
+    for seq in (3, 4):  # the second one replaces the first
         inflight.append(world.post("save_weights_for_sampler", unnamed(run, seq, kind="inflight"))["request_id"])
         world.finish(inflight[-1], size_bytes=900)
     assert open_spans(world) == dict.fromkeys(saves, 700) | {inflight[1]: 900}
-    meter(world.database, world.service.prices, datetime.now(UTC))  # which ends what nobody has
+    meter(world.database, world.service.prices, datetime.now(UTC))  # which ends samplers without an owner
     assert len(open_spans(world)) == 3
     meter(world.database, world.service.prices, datetime.now(UTC) + timedelta(hours=2))
     with world.database.read() as session:
         billed = session.scalars(select(tables.UsageEvent.quantity).filter_by(run_id=run, kind="storage")).all()
-    assert sum(billed) >= 700 + 700 + 900  # an hour of each, at least
+    assert sum(billed) >= 700 + 700 + 900  # at least an hour of each
     world.post(f"sessions/{run.partition(':')[0]}/finish", FINISH)
     assert open_spans(world) == {}
 
 
 def test_a_span_that_was_left_open_ends_with_its_samplers(world: World) -> None:
-    """As after a session that another version of the server has ended."""
+    """Such a span is left if another version of the server has ended the session."""
     run = world.run()
     request_id = world.post("save_weights_for_sampler", unnamed(run, 1))["request_id"]
     world.finish(request_id, size_bytes=700)
@@ -192,7 +192,7 @@ def test_a_span_that_was_left_open_ends_with_its_samplers(world: World) -> None:
 
 
 def test_turns_of_sessions_that_clients_name(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are kept, and those under way at the most that they can be; what is refused is not sampled."""
+    """Those that are stored count, and those under way at their largest; a refused request is not sampled."""
     org_id = org_id_of(world)
 
     def keep(number: int, size_bytes: int) -> None:
@@ -225,7 +225,7 @@ def test_turns_of_sessions_that_clients_name(world: World, monkeypatch: pytest.M
     monkeypatch.setattr(turns, "MOST_READ", 3)
     reply = ask(n=2)
     assert (reply.status_code, "would have 4 tokens of prompts" in reply.json()["error"]["message"]) == (400, True)
-    # An answer that lists them has so many bytes, and says where the next begins.
+    # An answer that lists them has at most so many bytes, and says where the next one begins.
     keep(2, PAGE_BYTES)
     keep(3, PAGE_BYTES)
     after, seen = 0, []
@@ -236,7 +236,7 @@ def test_turns_of_sessions_that_clients_name(world: World, monkeypatch: pytest.M
     assert seen == [["r1"], ["r2"], ["r3"]]
 
 
-def test_archives(world: World) -> None:
+def test_quota_of_archives(world: World) -> None:
     run = world.run()
     path = world.checkpoint(run, 1)
     with world.database.read() as session:
@@ -251,7 +251,7 @@ def test_archives(world: World) -> None:
     set_quota(world, archive_bytes=None)
     assert world.call("GET", url, follow_redirects=False).status_code == 302
     set_quota(world, archive_bytes=1)
-    assert world.call("GET", url, follow_redirects=False).status_code == 302  # it is there
+    assert world.call("GET", url, follow_redirects=False).status_code == 302  # it exists
 
 
 def test_the_operator_sets_and_sees_them(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ MONTH = Reach.of(["admin"], "owner", until=LATER)
 SAMPLING = Reach.of(["sample"], "member")
 BOUND = Reach.of(["admin"], "owner", "evals")
 
-#: Own credential, the other, and what of the other goes further: in words, and not from what is tested.
+#: A credential, another one, and why the other goes further: written by hand, not computed by the tested code.
 TABLE = [
     ("an owner's key, itself", OWNER, OWNER, []),
     ("an owner's key, an admin's", OWNER, ADMIN, []),
@@ -73,8 +73,8 @@ def test_what_is_made_ends_with_its_maker() -> None:
     assert (OWNER.ends_by(LATER), TOKEN.ends_by(LATER), MONTH.ends_by(SOON)) == (LATER, SOON, SOON)
 
 
-def test_the_rule_goes_on_along_chains() -> None:
-    """What one may make that another may make, the first may make: nothing is gained by going through a third."""
+def test_a_detour_over_another_credential_gains_nothing() -> None:
+    """If one may make a credential that may make a third, one may make the third directly: a detour gains nothing."""
     reaches = [row[index] for row in TABLE for index in (1, 2)]
     for first in reaches:
         for second in (reach for reach in reaches if not beyond(first, reach)):

@@ -1,4 +1,4 @@
-"""What was looked up is remembered for seconds, and does not stay for longer than it is of use."""
+"""Results of look-ups are remembered for seconds, and no longer than they are of use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from api.state import remembered
 from api.state.remembered import FIRST_LOOK, REMEMBERED_S, Remembered
 
 
-def test_what_nobody_asks_for_any_more_goes() -> None:
+def test_what_nobody_asks_for_any_more_is_forgotten() -> None:
     now = 0.0
     kept = Remembered[int](lambda: now)
     for number in range(50 * FIRST_LOOK):

@@ -1,4 +1,4 @@
-"""How connections read the heads of requests: what they offer, and how long they may be."""
+"""How the server reads the heads of requests: which protocols they may offer, and how long they may be."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HELLO = (
 def test_who_offers_another_protocol_is_served_in_this_one(
     listening: Callable[..., Listening], length: bytes, whole: bool
 ) -> None:
-    """Java's HTTP client offers HTTP/2 with each request. The parser takes what follows for the other protocol."""
+    """Java's HTTP client offers HTTP/2 with each request, and the parser takes the rest for that protocol."""
     post, get = b"POST /body " + UPGRADE + length, b"GET /who " + UPGRADE + b"\r\n"
     with listening().connect() as connection:
         for _ in range(2):
@@ -43,7 +43,7 @@ def test_who_offers_another_protocol_is_served_in_this_one(
 
 
 @pytest.mark.parametrize("target", [b"elsewhere:80", b"/who"])
-def test_this_is_no_proxy(listening: Callable[..., Listening], target: bytes) -> None:
+def test_the_server_refuses_to_be_used_as_a_proxy(listening: Callable[..., Listening], target: bytes) -> None:
     with listening().connect() as connection:
         connection.sendall(b"CONNECT " + target + b" " + UPGRADE + b"\r\n" + GET)
         assert [each[:3] for each in answer(connection).split(b"HTTP/1.1 ")[1:]] == [b"400"]
@@ -59,7 +59,7 @@ def test_headers_are_bounded_whichever_request_of_a_connection_has_them(listenin
 
 
 def test_a_client_that_never_stops_between_two_requests_is_read_on(listening: Callable[..., Listening]) -> None:
-    """Each piece ends within headers; only those of one request are bounded."""
+    """Each piece of data ends within headers, and only the headers of one request are bounded."""
     many, read = 3 * MAX_HEADERS_BYTES // len(GET), b""
     with listening().connect() as connection:
         connection.sendall(GET[:9])

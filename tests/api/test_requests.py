@@ -1,5 +1,5 @@
-"""Every request has an id: in its answer, in refusals, in the log, in the audit log, with its operation. And it is
-counted by its route's template."""
+"""Every request has an id: in its answer, in refusals, in the logs, and with its operation. Requests are counted by the
+template of their route."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_id_that_is_well_formed_is_kept(world: World) -> None:
 
 
 @pytest.mark.parametrize("given", [None, "", "a" * 65, "two words", 'quo"te', "semi;colon", "ü", "a,b"])
-def test_another_is_made_for_it(world: World, given: str | None) -> None:
+def test_a_missing_or_malformed_id_is_replaced(world: World, given: str | None) -> None:
     headers = {} if given is None else {"x-request-id": given.encode()}
     reply = world.call("GET", "weft/usage", headers=headers)
     assert MADE.fullmatch(reply.headers["x-request-id"])
@@ -45,7 +45,7 @@ def test_another_is_made_for_it(world: World, given: str | None) -> None:
         ("GET", "/api/v1/weft/runs/r/metrics?points=1", 422),
     ],
 )
-def test_refusals_name_it(world: World, method: str, path: str, status: int) -> None:
+def test_refusals_name_the_request_id(world: World, method: str, path: str, status: int) -> None:
     headers = {"x-api-key": world.key, "x-request-id": "mine-1", "content-type": "application/json"}
     reply = world.http.request(method, path, headers=headers, content=b"{" if method == "POST" else None)
     assert (reply.status_code, reply.json()["request_id"]) == (status, "mine-1"), reply.text
@@ -53,7 +53,7 @@ def test_refusals_name_it(world: World, method: str, path: str, status: int) -> 
 
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/openapi.json", "/api/v1/weft/usage", "/api/v1/asample"])
 def test_whoever_asks_for_the_head_is_told_what_a_get_would_answer_without_its_body(world: World, path: str) -> None:
-    """Probes and `curl -I` do."""
+    """Probes and `curl -I` send HEAD."""
     whole, head = (world.http.request(method, path, headers={"x-api-key": world.key}) for method in ("GET", "HEAD"))
     assert (head.status_code, head.content) == (whole.status_code, b"")
     sizes = [reply.headers["content-length"] for reply in (whole, head)]
@@ -77,7 +77,7 @@ def test_it_goes_with_the_operation_and_into_the_audit_log(world: World) -> None
     assert "audit-1" in noted
 
 
-def test_what_is_logged_is_about_it(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_name_the_routes_template(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="api.http.requests")
     world.call("GET", "training_runs/prompt-of-somebody?text=secret", headers={"x-request-id": "seen-1"})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "api.http.requests"]

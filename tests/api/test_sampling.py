@@ -30,7 +30,7 @@ def sample(sampler_id: str, seq: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 class TestSamplers:
-    def test_of_a_base_model(self, world: World) -> None:
+    def test_a_sampler_of_a_base_model(self, world: World) -> None:
         session = world.session()
         sampler_id = sampler(world, session)
         assert sampler_id == f"{session}:sample:0"
@@ -41,7 +41,7 @@ class TestSamplers:
             "model_path": None,
         }
 
-    def test_of_saved_weights(self, world: World) -> None:
+    def test_a_sampler_of_saved_weights(self, world: World) -> None:
         session = world.session()
         path = world.checkpoint(world.run(session), 1, sampler=True)
         sampler_id = sampler(world, session, 1, model_path=path)
@@ -88,8 +88,8 @@ class TestSamples:
         assert kept["sampling_params"]["stop"] == []
         assert (op.kind, op.tokens, plan_of(op)) == ("sample", 3 + 2 * 14, Sample(2, 3, "interactive"))
 
-    def test_what_is_told_before_the_answer_has_a_seed(self, world: World) -> None:
-        """Another generator that is given the sample draws the same; each sample has a seed of its own."""
+    def test_a_streamed_sample_has_a_seed(self, world: World) -> None:
+        """Another generator that is given the sample draws the same tokens; each sample has its own seed."""
         sampler_id, seeds = sampler(world, world.session()), set()
         for seq, fields in enumerate([{"stream": True}, {"stream": True}, {}]):
             op = world.operation(world.post("asample", sample(sampler_id, seq, **fields))["request_id"])
@@ -100,7 +100,7 @@ class TestSamples:
         assert json.loads(op.body or "")["sampling_params"]["seed"] == 5
 
     def test_a_prompt_too_large_for_the_event_loop(self, world: World) -> None:
-        """Parsed and checked in a thread; refused all the same."""
+        """It is parsed and checked in a thread, and refused all the same."""
         sampler_id = sampler(world, world.session())
         chunk = {"type": "encoded_text", "tokens": [1] * 5000}
         reply = world.post("asample", sample(sampler_id, prompt={"chunks": [chunk]}), status=400)

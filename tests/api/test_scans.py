@@ -1,6 +1,6 @@
-"""No request, no end of an operation and no round of housekeeping reads all rows of a table that only grows, and none
-reads all that one organisation has had in a write: whoever writes waits meanwhile, and after a year nobody is served.
-What is asked is explained, not timed."""
+"""No request, no end of an operation and no round of housekeeping reads all rows of a growing table, and no write reads
+all rows of one organisation: other writers would wait, and after a year nobody would be served. The queries' plans are
+examined, not their time."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ GROWING = {
     *("usage_events", "usage_hourly", "ledger_entries", "audit_log", "stripe_outbox", "budget_alerts"),
 }
 LATER = datetime.now(UTC) + timedelta(days=2)
-#: Indexes of what is soon gone from them, all of which may be asked for: results are kept for a day, meter events open
+#: Indexes that may be read as a whole, because rows soon leave them: results are kept for a day, meter events stay open
 #: until Stripe has them.
 KEPT = ("INDEX ix_operations_kept", "INDEX ix_stripe_outbox_open")
-#: Jobs of every few seconds or minutes.
+#: Jobs that run every few seconds or minutes.
 OFTEN = ("expire_checkpoints", "sweep_results", "budget_alerts")
-#: Nothing but the organisation is looked for. In SQLite's words: PostgreSQL has statistics to choose an index by.
+#: The index is searched for nothing but the organisation. In SQLite's words: PostgreSQL chooses an index by statistics.
 OF_ALL = "(org_id=?)"
-#: Nor more than that an operation is queued.
+#: Nor for nothing more than that an operation is queued.
 QUEUED = "ix_operations_state_lane (state=?)"
 
 
 class Asked:
-    """Statements, each with parameters that it once had, as the drivers are given them."""
+    """Statements, each with parameters that it once had, as the driver got them."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -93,11 +93,11 @@ class Asked:
             event.remove(Engine, "before_cursor_execute", by_sqlalchemy)
 
     def scans(self, database: Database) -> list[str]:
-        """Those that read a growing table as a whole, or all of an index of it; in a write, all of an organisation."""
+        """Statements that read all of a growing table, or of an index of it; in a write, all of an organisation."""
         explain = _explained_by_sqlite if database.url.startswith("sqlite") else _explained_by_postgres
         found = []
         for statement, steps in explain(database, self.found).items():
-            newest = "LIMIT" in statement and "ORDER BY" in statement  # what is asked for is where the index ends
+            newest = "LIMIT" in statement and "ORDER BY" in statement  # the wanted rows are at the end of the index
             for table, by in steps:
                 of_org = statement in self.written and not newest and by.endswith(OF_ALL)
                 if table in GROWING and (not by or of_org):
@@ -105,7 +105,7 @@ class Asked:
         return found
 
 
-#: The steps of statements: each a table, and by what its rows are found. "": all of them are read.
+#: The steps of a statement's plan: each a table, and by which column rows are found. "": all rows are read.
 Steps = dict[str, list[tuple[str, str]]]
 
 
@@ -127,7 +127,7 @@ def _explained_by_sqlite(database: Database, asked: dict[str, Any]) -> Steps:
 
 
 def _explained_by_postgres(database: Database, asked: dict[str, Any]) -> Steps:
-    """As planned for tables of any size: by an index, where there is one for what is asked."""
+    """The plan for tables of any size: by an index, if there is one for the query."""
     with psycopg.connect(database.url.replace("+psycopg", "")) as connection:
         for way in ("enable_seqscan", "enable_hashjoin", "enable_mergejoin"):
             connection.execute(f"SET {way} = off")  # type: ignore[call-overload]
@@ -149,7 +149,7 @@ def _steps(plan: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def live(world: World) -> None:
-    """What most tenants do, and what is done for them."""
+    """What most tenants do, and what the server does for them."""
     session, other = world.session(), world.session()
     world.post("create_custom_loss", loss(session))
     run = world.run(session)
@@ -179,7 +179,7 @@ def live(world: World) -> None:
 
 
 def pay(world: World) -> None:
-    """Limits on money, by whoever sets them, and what an operator does."""
+    """Limits on money, set by anybody who may, and an operator's commands."""
     key_id = world.get("weft/keys")["keys"][0]["id"]
     for scope, scope_id in (("org", None), ("key", str(key_id))):
         for period in ("month", "total"):

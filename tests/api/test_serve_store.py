@@ -1,4 +1,4 @@
-"""A server whose object store cannot be used does not start, and says in one line what to set."""
+"""A server that cannot use its object store does not start, and says in one line what to set."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_prefix_has_one_service(object_store: OwnStore, tmp_path: Path, monkey
         Bucket(url).delete([OWNER])
         claim_store(theirs, second)
     with closing(open_database(ours)) as first, pytest.raises(CannotServe, match="belongs to"):
-        claim_store(ours, first)  # it remembers who it is
+        claim_store(ours, first)  # it remembers which service it is
 
 
 def test_a_second_service_changes_nothing_by_a_command_either(

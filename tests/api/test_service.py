@@ -14,7 +14,7 @@ from workers.model.tiny import TINY_PATH
 
 
 def test_start_up(world: World) -> None:
-    """What every client asks first, in its order."""
+    """The first requests of every client, in its order."""
     assert world.http.get("/api/v1/healthz").json() == {"status": "ok"}
     config = world.post("client/config", {"sdk_version": "0.38.0"})
     assert config["custom_loss_server_side"] is True
@@ -149,7 +149,7 @@ class TestWeft:
 
 
 def test_statistics_say_nothing_about_faults_of_the_machines(world: World) -> None:
-    """Every tenant reads them: that a worker dies is for the operator, and a hint for whoever tries to make it die."""
+    """Every tenant reads them: a worker's death is for the operator, and would help whoever tries to cause it."""
     told: dict[str, Any] = {
         "trainer": {"passes": 3, "lost": 2},
         "generator": {"steps": 4, "lost": 1},

@@ -122,7 +122,7 @@ class TestPresence:
 
         asyncio.run(scenario())
 
-    def test_the_silent_are_forgotten(self, world: World) -> None:
+    def test_silent_sessions_are_forgotten(self, world: World) -> None:
         session = world.session()
         signs = Liveness(world.database)
         who = Principal(stored(world, session).org_id, None)
@@ -198,7 +198,7 @@ class TestReaping:
             ([100, 200, 300], "active"),  # it has been silent for less than the 600 s
             ([100, 200, 300, 400, 500, 599], "active"),
             ([100, 200, 300, 400, 500, 601], "expired"),
-            ([601], "active"),  # nobody could be heard of: the machine slept, or its clock was set
+            ([601], "active"),  # nobody could be heard: the machine slept, or its clock was set
             ([100, 200, 5000, 5100], "active"),
             ([100, 200, 5000, 5100, 5200], "expired"),
             ([100, 200, -5000, 700, 800], "active"),
@@ -240,7 +240,7 @@ class TestReaping:
         assert stored(world, session).state == "active"
 
     def test_signs_of_life_are_of_the_databases_time(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Or sessions that a server hears of whose clock is behind would be ended by the others."""
+        """Otherwise sessions heard by a server whose clock is behind would be ended by the others."""
 
         class Behind(datetime):
             @classmethod
@@ -256,8 +256,8 @@ class TestReaping:
         world.http.portal.call(world.service.liveness.flush)  # type: ignore[union-attr]
         assert stored(world, session).last_seen_at >= began
 
-    def test_so_are_requests(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of a sampler that is used by a process without signs of life, through a server whose clock is behind."""
+    def test_requests_count_by_the_databases_time_too(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As for a sampler in a process that sends no signs of life, on a server whose clock is behind."""
 
         class Behind(datetime):
             @classmethod
@@ -304,7 +304,7 @@ class TestReaping:
     def test_work_that_nobody_takes_is_given_up_a_day_after_its_client_was_heard_of(
         self, world: World, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A restarted server serves other models: what was queued for this one would hold its user's money for ever."""
+        """If other models are served after a restart, what waits for this one would hold its user's money for ever."""
         SampleDesk(world.journal)
         monkeypatch.setattr(SampleDesk, "presence", lambda *_: Present(missing_s=math.inf))
         session = world.session()
@@ -450,7 +450,7 @@ class TestSearch:
     def test_a_page_ends_when_enough_is_looked_at(
         self, world: World, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any]
     ) -> None:
-        """However many sessions there are, of which none may fit; pages together have all that do."""
+        """However many sessions there are and even if none fits; all pages together have all that do."""
         monkeypatch.setattr(session_search, "MOST_LOOKED_AT", 3)
         fitting = {"display_name": "night", "user_metadata": {"a": "1"}}
         made = [create(world, **(fitting if number in (0, 1, 6) else {})) for number in range(8)]
@@ -469,7 +469,7 @@ class TestSearch:
         ids=["name", "statuses"],
     )
     def test_what_is_looked_for_has_an_end(self, world: World, wanted: dict[str, Any]) -> None:
-        """A name was looked through for each of thousands of words, and SQLite takes no thousand alternatives."""
+        """A name was searched for each of thousands of words, and SQLite takes no thousand alternatives."""
         reply = world.call("POST", "sessions/search", json=wanted)
         assert reply.status_code == 400
         assert next(iter(wanted)) in reply.json()["detail"]

@@ -1,4 +1,4 @@
-"""Sessions that two servers on one PostgreSQL hear of, or end, at the same moment."""
+"""Two servers on one PostgreSQL get signs of life of the same sessions, or end them, at the same moment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IDLE = LONG_AGO + timedelta(hours=1)
 
 @pytest.fixture
 def one(postgres_database: Database) -> Database:
-    """With two sessions that nobody has heard of for a day."""
+    """An organisation with two sessions that have been silent for a day."""
     organisation = tables.Organisation(id="a", name="a", created_at=LONG_AGO)
     postgres_database.write_now(lambda session: session.add(organisation))
     postgres_database.write_now(lambda session: session.add_all([session_row("a", LONG_AGO, id) for id in "st"]))
@@ -39,7 +39,7 @@ def two(one: Database) -> Iterator[Database]:
 
 
 def hear(database: Database, ids: str) -> None:
-    """Write that these were heard of, in this order."""
+    """Write signs of life of these sessions, in this order."""
     heard = Liveness(database)
     for id in ids:
         heard.asked(SimpleNamespace(domain="a"), id)  # type: ignore[arg-type]

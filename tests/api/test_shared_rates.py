@@ -1,4 +1,4 @@
-"""Rate limits: the buckets of one process and those in Redis say the same."""
+"""Rate limits: the token buckets of one process and those in Redis give the same answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(params=["local", "redis"])
 def make_rates(request: pytest.FixtureRequest) -> Iterator[Callable[[], Rates]]:
-    """Makes what one process has; all that were made share their buckets where the carrier can."""
+    """Makes rate limits as one process has them; all that were made share their buckets if the carrier can."""
     if request.param == "local":
         rates = LocalRates()
         yield lambda: rates

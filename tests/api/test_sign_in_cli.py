@@ -1,4 +1,4 @@
-"""Sign-in by an OpenID provider, as an operator has it: settings, `weftd org sso`, `user unlink` and `doctor`."""
+"""Sign-in by an OpenID provider, as an operator sets it up: settings, `weftd org sso`, `user unlink` and `doctor`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_an_organisation_requires_it(folder: Path, database: Database) -> None:
+def test_an_organisation_requires_sign_in_by_the_provider(folder: Path, database: Database) -> None:
     code, says = run("org", "sso", "acme", "required", "--data-dir", str(folder))
     assert (code, "oidc.issuer" in says) == (2, True)  # nobody could sign in
     config = configured(folder, "https://idp.example")
@@ -98,7 +98,7 @@ def test_an_account_is_unlinked(folder: Path, database: Database) -> None:
     with database.read() as session:
         assert session.scalars(select(Identity)).all() == []
         left = select(User.email).join(BrowserSession, BrowserSession.user_id == User.id)
-        assert session.scalars(left).all() == ["bob@corp.example"]  # and whoever has signed in as Ann is out
+        assert session.scalars(left).all() == ["bob@corp.example"]  # and whoever has signed in as Ann is signed out
     assert run("user", "unlink", "--email", "nobody@corp.example", "--data-dir", str(folder))[0] == 2
 
 
@@ -123,7 +123,7 @@ class TestDoctor:
         assert "1 keys; redirect URI https://weft.example/console/sso/callback" in found["says"]
         assert "not there: gone" in group["says"]
 
-    def test_one_that_is_another(self, folder: Path, running: Liar) -> None:
+    def test_a_provider_with_another_issuer(self, folder: Path, running: Liar) -> None:
         running.discovered = {"issuer": "https://evil.example"}
         code, (found,) = self.asked(folder, running.url)
         assert (code, found["state"], "evil.example" in found["says"]) == (1, "wrong", True)
@@ -172,7 +172,7 @@ class TestDoctor:
         assert "hush" not in str(found)
 
     @pytest.mark.parametrize(("ahead_s", "state"), [(-90, "wrong"), (-50, "ok"), (50, "ok"), (90, "wrong")])
-    def test_its_clock(self, folder: Path, running: Liar, ahead_s: int, state: str) -> None:
+    def test_a_providers_clock(self, folder: Path, running: Liar, ahead_s: int, state: str) -> None:
         running.honest()
         running.ahead_s = ahead_s
         code, (_, _, found, _) = self.asked(folder, running.url)
@@ -180,18 +180,18 @@ class TestDoctor:
         said = re.search(r"clock is ([+-]\d+) s from", found["says"])
         assert state == "ok" or (said is not None and abs(int(said[1]) - ahead_s) <= 2)
 
-    def test_one_without_keys(self, folder: Path, running: Liar) -> None:
+    def test_a_provider_without_keys(self, folder: Path, running: Liar) -> None:
         running.honest()
         running.keys = []
         code, (found,) = self.asked(folder, running.url)
         assert (code, "has no keys" in found["says"]) == (1, True)
 
-    def test_one_that_is_away(self, folder: Path) -> None:
+    def test_a_provider_that_is_away(self, folder: Path) -> None:
         code, (found,) = self.asked(folder, "http://localhost:9")
         assert (code, "does not answer" in found["says"]) == (1, True)
         assert "login-link" in found["remedy"]
 
-    def test_none(self, folder: Path) -> None:
+    def test_no_provider_in_the_settings(self, folder: Path) -> None:
         assert run("doctor", "--json", "--data-dir", str(folder)) == (0, "")
 
 

@@ -1,4 +1,4 @@
-"""A sample that is read along: its tokens once and in order, in pieces that let others have their turn."""
+"""Reading a sample while it is drawn: each token once, in order, in pieces that let others have their turn."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def whole(sample: int) -> DrawnTokens:
 
 
 def finished(sample: int) -> SequenceResult:
-    """The same, as a result has it."""
+    """The same tokens as they are in a result."""
     part = whole(sample)
     top = TopkLogprobs(np.array(part.tokens, np.int32)[:, None], np.full((MANY, 1), -0.5, np.float32))
     tokens, logprobs = np.array(part.tokens, np.int32), np.array(part.logprobs, np.float32)
@@ -49,7 +49,7 @@ def service_with(stream: TokenStream) -> Any:
 def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
     drawn_before: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was drawn before they came, and what of the result they have not been told."""
+    """The tokens drawn before they came, and the rest of the result."""
     result = SampleResult([finished(0), finished(1)])
     stream = TokenStream()
     if drawn_before:
@@ -90,7 +90,7 @@ def test_who_comes_late_is_told_in_pieces_and_others_go_on_between(
 
 
 def other(start: int, end: int) -> DrawnTokens:
-    """As `whole` in its first two tokens, and different after."""
+    """The same as `whole` in the first two tokens, and different after."""
     part = cut(whole(0), 0, MANY)
     tokens = [*part.tokens[:2], *(token + 1 for token in part.tokens[2:])]
     return cut(msgspec.structs.replace(part, tokens=tokens, versions=[3] * MANY), start, end)
@@ -98,7 +98,7 @@ def other(start: int, end: int) -> DrawnTokens:
 
 @pytest.mark.parametrize("told_again", [True, False], ids=["its second draw is heard", "only its result comes"])
 def test_tokens_of_two_draws_are_never_told_as_one(told_again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generator dies, and the next draws from newer weights: with the same seed, other tokens."""
+    """A generator dies, and the next one draws from newer weights: other tokens, though with the same seed."""
     stream, over = TokenStream(), asyncio.Event()
     stream.hear([cut(whole(0), 0, 5)])
     result = SampleResult([SequenceResult(np.array(other(0, MANY).tokens, np.int32), None, "length")])
@@ -125,7 +125,7 @@ def test_tokens_of_two_draws_are_never_told_as_one(told_again: bool, monkeypatch
         with pytest.raises(DrawnAnew):
             await read()
         assert told == whole(0).tokens[:5]
-        if told_again:  # who comes now is told of one draw
+        if told_again:  # a reader who comes now gets one draw only
             late = Waited(service_with(stream), None, "id").drawn()  # type: ignore[arg-type]
             found = await anext(late)
             assert isinstance(found, DrawnTokens)
@@ -136,7 +136,7 @@ def test_tokens_of_two_draws_are_never_told_as_one(told_again: bool, monkeypatch
 
 
 def test_a_result_is_made_into_lists_no_faster_than_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of one with the likeliest tokens of each would keep the event loop for seconds."""
+    """With the likeliest tokens of each place, all of it at once would hold the event loop for seconds."""
     made = list[int]()
     real = TopkLogprobs.tolist
 
@@ -170,7 +170,7 @@ def test_a_reader_that_leaves_leaves_no_task_behind(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_large_result_is_read_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of a megabyte takes tens of milliseconds, and many may end, or be asked for again, at the same moment."""
+    """A megabyte takes tens of milliseconds, and many results may be read at the same moment."""
     readers = list[int]()
 
     def read(outcome: Outcome, _request_id: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Workers are kept alive, told apart from the dead, and never outlive the server."""
+"""The supervisor restarts dead workers, leaves busy ones alone, and lets no worker outlive the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from api.server.workers.supervisor import Backoff, Supervisor, WorkerFailed
 from api.server.workers.worker_process import WorkerProgram
 from scheduler.links.configs import OF_ANOTHER_VERSION
 
-#: Says hello, then leaves when it reads "leave", hangs on "hang", crashes on "crash", exits when the link closes.
+#: A worker that says hello, leaves on "leave", hangs on "hang", crashes on "crash", and exits when the link closes.
 WORKER = """
 import os, socket, sys, time, signal
 link = socket.socket(fileno=int(sys.argv[sys.argv.index("--link-fd") + 1]))
@@ -38,7 +38,7 @@ sys.exit(7)
 
 
 class Server:
-    """The server's end of the links: what was said, and a way to talk back."""
+    """The server's end of the links: keeps the messages, and can answer."""
 
     def __init__(self) -> None:
         self.links: list[socket.socket] = []
@@ -60,7 +60,7 @@ def program(script: str = WORKER, role: str = "trainer") -> WorkerProgram:
     return WorkerProgram(role, [sys.executable, "-u", "-c", script], {"SCRIPT": script}, forked=True)
 
 
-#: Its workers do what SCRIPT of their environment says.
+#: Workers that do what SCRIPT in their environment says.
 NURSERY = """
 import os, socket, sys
 from workers.nursery import Nursery
@@ -98,7 +98,7 @@ New = Callable[..., Nursery]
 
 @pytest.fixture
 def new_nursery() -> Iterator[New]:
-    """Of a script."""
+    """A nursery that runs this script."""
     with ExitStack() as stack:
 
         def new(script: str = NURSERY) -> Nursery:
@@ -221,7 +221,7 @@ def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_p
 
 
 def test_a_worker_that_drains_has_all_the_time_it_was_given(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when its link is closed already: it may be writing, on a machine that is busy."""
+    """Even if its link is closed already: it may still be writing, on a busy machine."""
     monkeypatch.setattr("api.server.workers.supervisor.LINGER_S", 0.1)
     slow = WORKER.replace("sys.exit(0)", "link.close(); time.sleep(1.5); sys.exit(0)")
 
@@ -275,7 +275,7 @@ def test_a_worker_that_never_comes_up_is_an_error(run: Run, monkeypatch: pytest.
 def test_a_worker_that_says_why_it_cannot_work_says_that_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As of a GPU that is not there: one line, in each way of starting it."""
+    """Such as that a GPU is missing: one line, however it is started."""
 
     async def main(supervisor: Supervisor, server: Server) -> None:
         with pytest.raises(WorkerFailed, match="exited with code 1"):
@@ -363,7 +363,7 @@ def nursery_of(worker: int) -> int:
 
 
 def test_all_are_forked_from_one_process_and_one_after_the_other_dies(new_nursery: New) -> None:
-    """Each of the workers; then the nursery itself, and all with it."""
+    """First each of the workers, then the nursery itself and all workers with it."""
     nursery = new_nursery()
 
     async def main(supervisor: Supervisor, server: Server) -> None:
@@ -387,7 +387,7 @@ def test_all_are_forked_from_one_process_and_one_after_the_other_dies(new_nurser
 
 
 def test_what_a_worker_has_is_its_own(new_nursery: New) -> None:
-    """Its environment, its output, its signals and its descriptors: nothing of the nursery's or of another worker's."""
+    """Its environment, output, signals and descriptors are not the nursery's or another worker's."""
     shown = """
 import os, signal, socket, sys
 link = socket.socket(fileno=int(sys.argv[-1]))
@@ -412,7 +412,7 @@ link.recv(10)
 
 
 def test_a_signal_to_all_processes_is_not_the_end_of_workers_that_drain(new_nursery: New) -> None:
-    """As a service manager sends it: to the server, to its workers, and to what has forked them."""
+    """A service manager sends it to the server, its workers, and the process that has forked them."""
     drains = WORKER.replace("link.sendall(b", "signal.signal(signal.SIGTERM, lambda *_: None); link.sendall(b")
     slow = drains.replace("sys.exit(0)", "time.sleep(0.5); sys.exit(0)")
 
@@ -444,7 +444,7 @@ def test_a_stop_does_not_wait_for_a_nursery_that_is_not_ready(new_nursery: New) 
 
 
 def test_a_worker_that_nobody_wants_any_more_leaves(new_nursery: New, tmp_path: Path) -> None:
-    """It is forked when the nursery is ready: its link has ended by then."""
+    """It is forked once the nursery is ready, and by then its link has ended."""
     told = tmp_path / "told"
     script = f"""
 import socket, sys

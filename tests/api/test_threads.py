@@ -1,4 +1,4 @@
-"""No organisation takes all threads, however much it reads at once, and a client that has left has nothing read."""
+"""No organisation takes all threads, however much it reads at once, and nothing is read for a client that has left."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from tests.tenancy.conftest import org_id_of
 
 #: More than there are threads.
 MANY = 60
-#: Routes that work in everybody's threads, and why one organisation does not take them all.
+#: Routes that work in the common threads, and why one organisation does not take all of those.
 ANYBODYS = {
     "server/weft.py": "hashes files of a tokenizer once",
 }
 
 
 class Held:
-    """Works that stay in their thread until they are let go."""
+    """Works that stay in their thread until they are released."""
 
     def __init__(self) -> None:
         self.go, self._inside = threading.Event(), threading.Semaphore(0)
@@ -82,7 +82,7 @@ def test_who_reads_much_at_once_leaves_threads_to_others(world: World) -> None:
 
 @pytest.mark.parametrize("door", ["key", "console"])
 def test_strangers_leave_threads_to_others(world: World, monkeypatch: pytest.MonkeyPatch, door: str) -> None:
-    """Each guess of a key, or of a session, is looked for in the database, whoever makes it."""
+    """Each guess at a key or a session is looked up in the database, whoever makes it."""
     held, wrong = Held(), {"x-api-key": "tml-wrong"} if door == "key" else {"cookie": "weft_console=wrong"}
     monkeypatch.setattr(remembered, "REMEMBERED_S", 600.0)
     world.get("training_runs")  # from here on the key is known
@@ -132,7 +132,7 @@ def test_a_line_has_an_end_and_what_was_let_in_is_done(world: World, monkeypatch
 
 
 def test_what_is_large_is_worked_on_a_few_at_a_time_by_turns_of_organisations(world: World) -> None:
-    """Forty threads that read or wrote large bodies held the event loop up for seconds: they had the interpreter."""
+    """Forty threads that read or wrote large bodies held the interpreter, and so the event loop, for seconds."""
     held, service, begun = Held(), world.service, list[str]()
 
     def work(org_id: str) -> bool:
@@ -152,7 +152,7 @@ def test_what_is_large_is_worked_on_a_few_at_a_time_by_turns_of_organisations(wo
         assert await asyncio.gather(*asked) == [True] * (MANY + 2)
 
     world.http.portal.call(story)  # type: ignore[union-attr]
-    assert max(map(begun.index, ["a", "b"])) < MANY // 4  # whose thread says so first is up to the machine
+    assert max(map(begun.index, ["a", "b"])) < MANY // 4  # which thread reports first depends on the machine
 
 
 def test_curves_are_read_one_at_a_time_and_leave_threads_to_colleagues(
@@ -192,7 +192,7 @@ def test_checkpoints_of_a_run_are_read_one_at_a_time_and_written_outside_the_eve
 
 
 def test_who_describes_runs_reads_their_last_checkpoints_alone(world: World) -> None:
-    """Of all that they have, which were read for every run of a page."""
+    """All checkpoints of every run on a page were read."""
     run, other = world.run(), world.run(number=1)
     paths = [world.checkpoint(run, seq, name) for seq, name in enumerate(("a", "b", "c"), 1)]
     first = world.checkpoint(other, 1, "z", sampler=True)
@@ -230,7 +230,7 @@ def _one_at_a_time(world: World, held: Held, path: str) -> bool:
 def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve requests for twenty megabytes of them held everybody up for a quarter of a minute, and took gigabytes."""
+    """Twelve requests for twenty megabytes of turns blocked everybody for a quarter of a minute, and took gigabytes."""
     held, writers = Held(), set[int]()
     turn = {"request_id": "r", "choice": 0, "model": "m", "at": 0.5, "prompt": [1], "tokens": [2], "logprobs": [-1.0]}
     turn |= {"versions": [[1, 1]], "stop_reason": "stop", "temperature": 1.0, "top_p": 1.0, "top_k": -1}
@@ -256,7 +256,7 @@ def test_turns_are_written_one_answer_at_a_time_and_not_in_the_event_loop(
 
 
 def test_turns_are_made_and_packed_outside_the_event_loop(world: World) -> None:
-    """A thousand choices of one long prompt are millions of numbers: they held everybody up for seconds."""
+    """A thousand choices for one long prompt are millions of numbers, which blocked everybody for seconds."""
     makers, org_id = set[int](), org_id_of(world)
 
     def made() -> Iterator[Turn]:
@@ -297,7 +297,7 @@ def test_who_packs_many_archives_at_once_leaves_threads_to_others(
 def test_who_fetches_many_traces_at_once_leaves_threads_to_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are drawn anew for whoever has the link, and as often."""
+    """Traces are drawn anew for anybody with the link, as often as they ask."""
     held, url = Held(), world.get(f"sessions/{world.session()}/trace_export")["url"]
     monkeypatch.setattr(trace, "trace", lambda *_: (b"piece" for _ in range(1) if held.work()))
     statuses = _leaves_threads_to_others(world, held, lambda: world.http.get(url).status_code)
@@ -305,7 +305,7 @@ def test_who_fetches_many_traces_at_once_leaves_threads_to_others(
 
 
 def _leaves_threads_to_others(world: World, held: Held, ask: Callable[[], int]) -> list[int]:
-    """What is answered to somebody who asks for more works at once than they are given threads."""
+    """The answers to a client that asks for more works at once than it is given threads."""
     statuses: list[int] = []
     asking = [threading.Thread(target=lambda: statuses.append(ask())) for _ in range(WORKS_AT_ONCE + 2)]
     for thread in asking:
@@ -354,7 +354,7 @@ def test_routes_work_in_their_organisations_share() -> None:
 
 
 def test_who_has_more_in_line_than_may_be_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that came at the same moment were let in before any of them stood there."""
+    """Requests of the same moment were let in before any of them stood in line."""
     for count, refused in ((threads.MOST_WAITING - 1, False), (threads.MOST_WAITING, True), (9999, True)):
         monkeypatch.setitem(threads._waiting, "crowd", count)
         with pytest.raises(RateLimited) if refused else nullcontext():

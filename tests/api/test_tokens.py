@@ -80,7 +80,7 @@ class TestOverHttp:
         assert reply.status_code == 401
         assert "invalid_token" not in reply.headers.get("www-authenticate", "")
 
-    def test_clients_exchange_again_when_theirs_is_over(self, world: World) -> None:
+    def test_clients_exchange_again_when_their_token_has_expired(self, world: World) -> None:
         old = world.service.tokens.issue(Claims(1, "org"), NOW - timedelta(hours=1))
         for token in (old, "eyJ.a.b", self.token(world)[:-2]):
             reply = world.call("GET", "sessions", key=token)

@@ -46,7 +46,7 @@ class Slice:
 
 
 def slices(content: bytes) -> dict[str, list[Slice]]:
-    """Every track's slices, as its reader nests them: by time, and in the order of the file. Times in microseconds."""
+    """Every track's slices, nested as its reader does: by time, and in the file's order. Times in microseconds."""
     trace = Trace.FromString(content)
     names = {p.track_descriptor.uuid: p.track_descriptor for p in trace.packet if p.HasField("track_descriptor")}
     found: dict[str, list[Slice]] = {}

@@ -85,8 +85,8 @@ class TestBatches:
         kept = decode_train_request(world.service.blobs.get(op.body_ref))
         assert [d.tokens.tolist() for d in kept.data] == [[1] * 6, [2] * 4, [3] * 5]
 
-    def test_of_a_batch_that_was_sent_again_nobody_knows_when_it_came(self, world: World) -> None:
-        headers = {**PROTOBUF, "x-stainless-retry-count": "1"}  # as Tinker's client says it
+    def test_a_batch_that_was_sent_again_has_no_known_arrival_time(self, world: World) -> None:
+        headers = {**PROTOBUF, "x-stainless-retry-count": "1"}  # in the words of Tinker's client
         body = encode_train_request(batch(world.run(), 1))
         op = world.operation(world.call("POST", "forward_backward", content=body, headers=headers).json()["request_id"])
         plan = plan_of(op)
@@ -116,16 +116,16 @@ class TestBatches:
         reason = world.outcome(step["request_id"]).json()["queue_state_reason"]
         assert "has not arrived" not in reason
         good = world.train(batch(run, 3))
-        assert world.train(batch(run, 3)) == good  # which is told nothing of what failed before
+        assert world.train(batch(run, 3)) == good  # which is not told what failed before
 
     def test_what_is_too_large_fails_through_the_future_and_spends_its_number(self, world: World) -> None:
-        """Tinker's client has counted it, and all that it sends next would wait for it."""
+        """Tinker's client has counted the number, and all that it sends next would wait for it."""
         run = world.run()
         large = batch(run, 1, [datum([9] * 2_000), datum([9] * 2_000)])
         request_id = world.train(large)["request_id"]
         assert "larger than the limit of 20000 bytes" in world.error(request_id)
         assert world.train(large)["request_id"] == request_id
-        many = encode_train_request(batch(run, 2)) + b"\x32\x00" * 100  # as many fields as a larger limit lets in
+        many = encode_train_request(batch(run, 2)) + b"\x32\x00" * 100  # as many fields as a larger limit allows
         with patch.multiple(structure, HARMLESS_BYTES=100, MAX_FIELDS=50):
             reply = world.call("POST", "forward_backward", content=many, headers=PROTOBUF)
         assert "50 fields of protobuf" in world.error(reply.json()["request_id"])
@@ -219,7 +219,7 @@ class TestSteps:
 
     @pytest.mark.parametrize("route", ["optim_step", "save_weights", "save_weights_for_sampler"])
     def test_a_run_whose_model_is_not_served_any_more_is_told_so(self, world: World, route: str) -> None:
-        """The server was started again with other models: no trainer will ever take it."""
+        """The server was started again with other models, so no trainer will ever take the run's work."""
         run = world.run()
         body = {"model_id": run, "seq_id": 1, **({"adam_params": ADAM} if route == "optim_step" else {"path": "x"})}
         with patch.dict(world.service.cards, {"other": world.service.cards[MODEL]}, clear=True):

@@ -37,14 +37,14 @@ LAYERS, CHOICES, EXPERTS = len(CARD.config.mixture_layers), CARD.config.experts_
 numbers = st.sampled_from([0.0, 0.5, 0.9, 1.0, 1.0, 1.0])
 wrong_numbers = st.sampled_from([-1.0, 3.0, float("nan"), float("inf")])
 rarely = st.integers(0, 15).map(lambda drawn: drawn == 0)
-#: Settings and elements of arrays that are seldom right.
+#: Settings and elements of arrays that are mostly wrong.
 odd_numbers = st.sampled_from([float("nan"), float("inf"), -float("inf"), -1, 0, 19, 20, 2.0**31, 2.0**53, 1e300])
 dtypes = st.sampled_from(["int64", "int32", "uint8", "bool", "float32", "float64", "float16"])
 
 
 @st.composite
 def shapes(draw: st.DrawFn, length: int) -> tuple[int, ...]:
-    """Of an input of that many tokens: near what it should be, or empty in some dimension."""
+    """The shape of an input with that many tokens: nearly the right one, or empty in some dimension."""
     sizes = st.sampled_from([length, length, 0, 1, 2, LAYERS, CHOICES])
     return tuple(draw(st.lists(sizes, min_size=0, max_size=3)))
 
@@ -65,7 +65,7 @@ def arrays(draw: st.DrawFn, length: int) -> Any:
 
 @st.composite
 def routes(draw: st.DrawFn, length: int) -> Any:
-    """What `routed_experts` should be, in which now and then an element is another."""
+    """`routed_experts` as it should be, now and then with one wrong element."""
     values = np.full((length, LAYERS, CHOICES), draw(st.sampled_from([0, EXPERTS - 1, -1])))
     if values.size and draw(st.booleans()):
         values.reshape(-1)[draw(st.integers(0, values.size - 1))] = draw(st.sampled_from([-2, -1, 0, EXPERTS]))
@@ -74,7 +74,7 @@ def routes(draw: st.DrawFn, length: int) -> Any:
 
 @st.composite
 def spans(draw: st.DrawFn, length: int) -> list[PromptProvenanceSpan | SampledProvenanceSpan]:
-    """Mostly those of a prompt and what was sampled behind it."""
+    """Spans, mostly of a prompt and of what was sampled after it."""
     prompt = draw(st.sampled_from([0, 0, 1, length]))
     lengths = [prompt, length - prompt] if not draw(rarely) else draw(st.lists(st.integers(-1, 3), max_size=3))
     kinds = [PromptProvenanceSpan, SampledProvenanceSpan, PromptProvenanceSpan]
@@ -84,7 +84,7 @@ def spans(draw: st.DrawFn, length: int) -> list[PromptProvenanceSpan | SampledPr
 
 @st.composite
 def data(draw: st.DrawFn, loss: str) -> Datum:
-    """Good data for `loss`, in each part of which something is now and then wrong."""
+    """Good data for `loss`, each part of which is now and then wrong."""
     length = draw(st.integers(1, 3)) if not draw(rarely) else draw(st.sampled_from([0, 6, 7]))
     names = {*LOSSES[loss].required} if loss in LOSSES else {"target_tokens"}
     if draw(rarely):
@@ -131,7 +131,7 @@ def operations(draw: st.DrawFn) -> tuple[str, dict[str, Any], list[Datum]]:
 
 
 def sent(given: Datum) -> ArrayDatum:
-    """What the server decodes of a datum. `WireError` for what it cannot read."""
+    """The datum as the server decodes it. Raises `WireError` if it cannot be read."""
     request = ForwardBackwardRequest(ForwardBackwardInput([given], "cross_entropy", {}), "run", 1)
     return decode_train_request(encode_forward_backward(request)).data[0]
 
@@ -147,7 +147,7 @@ def content(given: Datum, read: Callable[[Datum], ArrayDatum]) -> Any:
 
 
 def refused(loss: str, config: dict[str, Any], batch: list[Datum]) -> str:
-    """Why the server refuses this; empty: it does not."""
+    """The server's reasons to refuse this; empty if it accepts."""
     request = ForwardBackwardRequest(ForwardBackwardInput(batch, loss, dict(config)), "run", 1)
     try:
         check_batch(decode_train_request(encode_forward_backward(request)), PUBLISHED, "tiny")
@@ -176,14 +176,14 @@ def test_validate_agrees_with_what_is_refused(operation: tuple[str, dict[str, An
 
 
 def datum(length: int = 2, origin: Any = None, **inputs: Any) -> Datum:
-    """Good for cross_entropy but for what is given."""
+    """A datum that is good for cross_entropy, except for the arguments."""
     good = {"target_tokens": np.ones(length, np.int64), "weights": np.ones(length, np.float32)}
     mine, targets = origin if isinstance(origin, tuple) else (origin, origin)
     return Datum(ModelInput.from_ints([1] * length), good | inputs, mine, targets)
 
 
 def routed(*shape: int, fill: int = 0, last: int = 0, dtype: str = "int64") -> Datum:
-    """`routed_experts` of this shape, whose last element is another."""
+    """`routed_experts` of this shape, with another last element."""
     values = np.full(shape, fill)
     values.reshape(-1)[-1:] = last
     return datum(**{ROUTES: values.astype(dtype)})
@@ -193,7 +193,7 @@ def span(length: int, offset: int = 0, name: str = "q") -> SampledProvenanceSpan
     return SampledProvenanceSpan(name, offset, length)
 
 
-#: All that the search has ever found, and its siblings: a datum, and whether the server refuses it.
+#: Everything that the search has ever found, and similar cases: a datum, and whether the server refuses it.
 FOUND = {
     "routes-empty": (routed(0, 2), True),
     "routes-none": (routed(0), True),

@@ -1,4 +1,4 @@
-"""What /metrics says of processes and requests: real figures, few series, and none of a tenant's."""
+"""What /metrics says of processes and requests: true figures, in few series, and none about a tenant."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_figures_of_processes_are_those_of_the_kernel(tmp_path: Path) -> None:
     assert gone['weft_worker_resident_memory_bytes{role="trainer"}'] == 0
 
 
-def test_a_loop_that_is_held_is_seen(tmp_path: Path) -> None:
+def test_a_blocked_event_loop_is_seen(tmp_path: Path) -> None:
     traffic = Traffic()
 
     async def story() -> None:
@@ -102,7 +102,7 @@ def test_each_trainer_and_generator_has_its_own_figures() -> None:
     assert render(Meters(), many, NOTHING).count("weft_trainer_runs{") == 256
 
 
-def test_the_oldest_that_waits(world: World) -> None:
+def test_the_oldest_waiting_operation(world: World) -> None:
     run = world.run()
     first = world.train(batch(run, 1))["request_id"]
     world.train(batch(run, 2))

@@ -31,7 +31,7 @@ def test_limits_are_those_that_requests_are_refused_by(world: World) -> None:
 
 @pytest.mark.parametrize("name", sorted(WITH_CUSTOM))
 def test_losses_are_described(world: World, name: str) -> None:
-    """Clients are told the very table that their data are held against."""
+    """Clients get the same table by which their data are checked."""
     assert world.get("weft/limits")["losses"][name] == WITH_CUSTOM[name].model_dump()
 
 

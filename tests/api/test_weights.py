@@ -137,7 +137,7 @@ class TestLoading:
 
 
 def test_nothing_of_another_organisation_is_there(world: World) -> None:
-    """A foreign id gives the very answer that an unknown one gives."""
+    """A foreign id gets exactly the answer that an unknown one gets."""
     session = world.session()
     run = world.run(session)
     path, sampler_path = world.checkpoint(run, 1), world.checkpoint(run, 2, sampler=True)

@@ -1,4 +1,4 @@
-"""Which worker processes the settings ask for: their configs, and what is in their environment."""
+"""The worker processes that the settings ask for: their configs and their environment."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_the_command_line_names_the_kind_of_each_generator(tmp_path: Path) -> No
 
 
 def tunables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Each once."""
+    """Each allocator setting in a value, once."""
     pairs = [setting.split("=") for setting in environment["GLIBC_TUNABLES"].split(":")]
     assert len({name for name, _ in pairs}) == len(pairs)
     return {name: value for name, value in pairs}
@@ -195,7 +195,7 @@ def test_vllm_and_other_c_libraries_are_told_nothing_of_it(tmp_path: Path, monke
 
 
 def kernel_asks_programs() -> bool:
-    """Whether the kernel gives huge pages to those who ask."""
+    """Whether the kernel gives huge pages to programs that ask for them."""
     return HUGE.is_file() and "[madvise]" in HUGE.read_text()
 
 
@@ -206,7 +206,7 @@ def test_a_worker_has_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     nursery = new_nursery()
 
     async def has(nursery: Nursery | None) -> None:
-        """Told nothing: it waits, once it has imported all."""
+        """A worker that gets no messages: it waits, once it has imported everything."""
         worker = await start(dataclasses.replace(program, config=None), nursery)
         while not huge_kib(worker.pid):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

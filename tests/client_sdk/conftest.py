@@ -1,4 +1,4 @@
-"""A stub server per test, and a client of it that retries fast."""
+"""A stub server for each test, and a client of it that retries fast."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def service(stub: Stub) -> ServiceClient:
 
 @pytest.fixture
 def patient(stub: Stub) -> ServiceClient:
-    """One that has not given up when a few faults are over, however busy this machine is."""
+    """A client that is still trying when a few faults are over, however busy this machine is."""
     policy = replace(FAST, budget_s=60.0, billing_budget_s=60.0, outage_budget_s=60.0)
     return ServiceClient(base_url=stub.base_url, api_key="tml-test", retry=policy)

@@ -1,4 +1,4 @@
-"""A small real HTTP server that answers as the protocol says, remembers all it was asked, and fails when told to."""
+"""A small real HTTP server that follows the protocol, keeps all requests, and fails when told to."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Asked:
 
 @dataclass
 class Stub:
-    """`faults[path]` are answers to give first; `results` holds what a request id resolves to."""
+    """`faults[path]` are the answers to give first; `results` holds what a request id resolves to."""
 
     base_url: str = ""
     asked: list[Asked] = field(default_factory=list)
@@ -143,17 +143,17 @@ class Stub:
 
 
 def not_yet() -> Response:
-    """The answer of a long poll that ran out."""
+    """The answer of a long poll that timed out."""
     return JSONResponse({"type": "try_again", "request_id": "r", "queue_state": "active"}, status_code=408)
 
 
 def status(code: int, detail: str = "no", **headers: str) -> Response:
-    """An answer with an error status, of the server itself."""
+    """An error status, answered by the server itself."""
     return JSONResponse({"detail": detail, "code": "stub"}, status_code=code, headers=headers)
 
 
 def page(code: int) -> Response:
-    """An answer with an error status, of a proxy before it."""
+    """An error status, answered by a proxy in front of it."""
     return Response(f"<html><h1>{code}</h1>nginx</html>", code, media_type="text/html")
 
 

@@ -104,7 +104,7 @@ def test_administration(stub: Stub) -> None:
 
 @pytest.fixture
 def files(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """Files that the stub serves, at /api/v1/files/<name>, to whoever asks."""
+    """Files that the stub serves at /api/v1/files/<name>, to anybody who asks."""
     content = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"w" * 3000}
     monkeypatch.setattr(stub, "on_files_a", lambda asked: Response(content["adapter_config.json"]), raising=False)
     monkeypatch.setattr(stub, "on_files_b", lambda asked: Response(content["adapter_model.safetensors"]), raising=False)
@@ -150,8 +150,8 @@ def test_a_refused_file_leaves_nothing(
 def test_a_file_that_cannot_be_had_for_a_moment_is_asked_for_again(
     rest: weft.RestClient, stub: Stub, files: dict[str, bytes], tmp_path: Path, at_first: Response
 ) -> None:
-    """A store that wants to be asked more slowly, a server that restarts behind its proxy, an answer that is garbled on
-    its way."""
+    """Such as a store that wants fewer requests, a server that restarts behind its proxy, or an answer garbled on its
+    way."""
     stub.faults["/files/a"] = [at_first]
     found = rest.download_checkpoint(EXPORT, tmp_path, "tinker").result(10)
     assert [path.read_bytes() for path in found] == list(files.values())
@@ -159,7 +159,7 @@ def test_a_file_that_cannot_be_had_for_a_moment_is_asked_for_again(
 
 @contextmanager
 def smaller_files() -> Iterator[None]:
-    """As on a full disk."""
+    """Files can only be small, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
@@ -171,7 +171,7 @@ def smaller_files() -> Iterator[None]:
 def test_a_disk_that_is_full_here_is_not_the_server_s_absence(
     rest: weft.RestClient, stub: Stub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script that tries again while `weft download` says that the server is away would try for ever."""
+    """A script that tries again whenever `weft download` says that the server is away would try for ever."""
     stub.replies[f"GET /training_runs/{RUN}/checkpoints/weights/s1/archive"] = RedirectResponse("/api/v1/tar", 302)
     monkeypatch.setattr(stub, "on_tar", lambda asked: Response(b"n" * 100_000), raising=False)
     with smaller_files(), pytest.raises(OSError, match=r"File too large: .*archive\.tar"):
@@ -180,7 +180,7 @@ def test_a_disk_that_is_full_here_is_not_the_server_s_absence(
 
 
 def test_a_download_that_breaks_leaves_what_was_there(stub: Stub, service: ServiceClient, tmp_path: Path) -> None:
-    """A disk that is full behind the archive: here files may not grow as large as its second one."""
+    """The disk fills up after the archive: here no file may become as large as its second one."""
     archive, folder = tmp_path / "scratch" / "archive.tar", tmp_path / "adapter"
     archive.parent.mkdir()
     folder.mkdir()

@@ -19,7 +19,7 @@ from examples.sft_docs import read_jsonl
 from tests.client_sdk.stub_server import SESSION, Stub, status
 
 CLIENTS = (weft.ServiceClient, weft.TrainingClient, weft.SamplingClient, weft.RestClient, weft.AdminClient)
-#: What sends nothing, or returns at once and has nothing to wait for.
+#: Methods that send nothing, or return at once and leave nothing to wait for.
 WITHOUT_TWIN = {"log", "create_rest_client", "from_sampler_handle", "future", "result"}
 DATUM = types.Datum([1, 2], {"target_tokens": [2, 3], "weights": [1, 1]})
 ADAM = types.AdamParams()

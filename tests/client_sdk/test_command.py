@@ -66,7 +66,7 @@ def test_runs_show_names_and_what_they_go_on_from(stub: Stub) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(401, 3), (403, 3), (404, 4), (410, 4), (402, 5), (503, 6), (400, 1)])
-def test_exit_codes_say_what_kind_of_failure(stub: Stub, status: int, code: int) -> None:
+def test_exit_codes_tell_the_kind_of_failure(stub: Stub, status: int, code: int) -> None:
     stub.replies["GET /weft/balance"] = JSONResponse({"detail": "no"}, status, {"retry-after": "9"})
     assert weft(stub, "balance")[0] == code
 
@@ -90,19 +90,19 @@ def test_version(stub: Stub) -> None:
 
 
 def test_help_and_completion_load_no_client() -> None:
-    """Each word that is completed starts the command anew."""
+    """Completing a word starts the command anew each time."""
     show = "import sys, weft.cli; print({'numpy', 'pydantic', 'httpx', 'rich', 'asyncio'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", show], text=True) == "set()\n"
 
 
 def test_the_command_loads_where_click_has_no_generic_types() -> None:
-    """Those before 8.4, which pip leaves in place for what requires 8.1.2."""
+    """The versions before 8.4, which pip keeps for packages that require 8.1.2."""
     older = "import click; click.ParamType = type('ParamType', (click.ParamType,), {'__class_getitem__': None})"
     subprocess.run([sys.executable, "-c", f"{older}; import weft.cli"], check=True)
 
 
 def test_a_place_that_cannot_be_written_is_named_with_what_to_do(stub: Stub) -> None:
-    """In /proc nobody makes a folder."""
+    """Nobody can make a folder in /proc."""
     found = weft(stub, "download", "tinker://s:train:0/weights/w", "--to", "/proc/x")
     assert found == (1, "Error: /proc/x: No such file or directory: name a place that can be read and written\n")
 
@@ -155,7 +155,7 @@ def test_a_program_that_ends_in_a_download_leaves_no_empty_folder(tmp_path: Path
 
 @pytest.mark.parametrize("through", ["pipe", "link"])
 def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path, through: str) -> None:
-    """`weft trace --to /dev/null` made a file of the device, for all programs of the machine; /dev/stdout is a link."""
+    """`weft trace --to /dev/null` replaced the device by a file, for all programs; /dev/stdout is a link."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     with pytest.raises(FileExistsError, match="something else than a file"), whole(tmp_path / through):

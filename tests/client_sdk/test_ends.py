@@ -1,4 +1,4 @@
-"""Beginnings and ends of a program of its own: a server that is not there, a last line that nobody waits for."""
+"""How a program begins and ends: a server that is not there, a last line that nobody waits for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ service = weft.ServiceClient(base_url={url!r}, api_key="tml-x")
 service.create_sampling_client(base_model="org/tiny").result()
 """
 
-#: What is given ten seconds, the end of a program or a server that has never answered, is given fewer here.
+#: The end of a program, or a server that has never answered, is given ten seconds; here fewer.
 SOON = """
 import weft.future, weft.service_client, weft.transport.contact
 weft.future.EXIT_S = weft.service_client.EXIT_S = weft.transport.contact.FIRST_S = {soon_s}
@@ -74,7 +74,7 @@ def test_the_end_waits_for_all_that_is_logged_together() -> None:
 
 
 def ended_without(server: uvicorn.Server, script: str, ready: str) -> tuple[str, float]:
-    """What a program says that is told to go on once its server is gone, and when that was."""
+    """What a program printed that goes on once its server is gone, and when it ended."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "client_sdk")}
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", script]
@@ -138,7 +138,7 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("script", [PLAIN, ASYNC])
 def test_what_goes_wrong_is_told_soon_though_the_server_is_away(script: str) -> None:
-    """Whoever presses Ctrl-C since the server is away would press it again and again."""
+    """A user who presses Ctrl-C because the server is away would otherwise press it again and again."""
     gone = Stub()
     server = serve(gone)
     script = "import asyncio, sys, weft" + SOON.format(soon_s=1.0) + script.format(url=gone.base_url)

@@ -1,4 +1,4 @@
-"""Processes that are forked from one that has used a client, as `multiprocessing` makes them on Linux."""
+"""A process that has used a client is forked, as `multiprocessing` does on Linux."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program gives up and what then fails: nobody is left to hear of it, and nothing is logged."""
+"""A program gives something up, and it fails afterwards: nobody waits for that error, and nothing is logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.client_sdk.stub_server import Asked, Stub
 
 
 def test_who_gave_up_as_it_failed_has_not_been_told() -> None:
-    """A group of tasks cancels the others when one fails, and the next step would go without what these came to."""
+    """A group of tasks cancels the others when one fails, and the next step would not know of their errors."""
 
     async def fails() -> None:
         raise ValueError
@@ -27,7 +27,7 @@ def test_who_gave_up_as_it_failed_has_not_been_told() -> None:
         future = APIFuture.start(fails())
         waiting = asyncio.ensure_future(future.result_async())
         await asyncio.sleep(0)
-        wait({future.future()}, 10)  # it has failed, of which this loop has not heard
+        wait({future.future()}, 10)  # it has failed, but this loop has not heard of it
         waiting.cancel()
         await asyncio.wait({waiting})
         known = future.known

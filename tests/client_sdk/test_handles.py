@@ -66,7 +66,7 @@ def test_pickled(service: ServiceClient, stub: Stub) -> None:
 
 
 def test_all_that_a_process_is_handed_of_a_session_is_there_once_and_as_the_first(stub: Stub) -> None:
-    """A pool of processes unpickles a client with each task: each had a heartbeat of its own, for ever."""
+    """A pool of processes unpickles a client with each task: each client had a heartbeat of its own, for ever."""
     headers = {"X-Gate": "open"}
     there = ServiceClient(
         base_url=stub.base_url, api_key="tml-test", retry=FAST, priority="batch", default_headers_overrides=headers
@@ -78,7 +78,7 @@ def test_all_that_a_process_is_handed_of_a_session_is_there_once_and_as_the_firs
     assert {clone._session.transport.policy.budget_s for clone in clones} == {FAST.budget_s}
 
 
-def test_who_is_handed_a_client_pauses_by_dice_of_their_own() -> None:
+def test_a_process_that_is_handed_a_client_has_its_own_random_pauses() -> None:
     ours, theirs = (pickle.loads(pickle.dumps(RetryPolicy())) for _ in range(2))  # noqa: S301
     assert ours == theirs
     assert ours.jitter() != theirs.jitter()
@@ -95,7 +95,7 @@ def test_clones_are_numbered_by_the_server_if_it_can(service: ServiceClient, stu
 
 
 class Board:
-    """The stub's side of retrieve_futures: a log of completions, held until there is something new."""
+    """The stub's side of retrieve_futures: a log of completions; a poll is held until there is something new."""
 
     def __init__(self, stub: Stub) -> None:
         self.stub = stub
@@ -136,7 +136,7 @@ def test_one_poll_for_all(service: ServiceClient, stub: Stub, board: Board) -> N
 
 
 def test_a_poll_goes_on_behind_what_it_was_told_also_of_what_was_not_answered_yet() -> None:
-    """A request can complete before the answer that names it has arrived."""
+    """A request can complete before its own acceptance has been answered."""
     asked: list[dict[str, Any]] = []
     answers = [(["later"], 5), ([], 5), (["first"], 6)]
 

@@ -1,4 +1,4 @@
-"""Traced losses: what is sent, what is refused, and that they compute what the function computes."""
+"""Traced losses: what is sent, what is refused, and that a trace computes what the function does."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def without_gradient(logprobs: Any, weights: Any) -> Any:
 
 
 class Straight(torch.autograd.Function):
-    """A gradient of its own."""
+    """A function with a gradient of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -92,7 +92,7 @@ def under_two_names(logprobs: Any, weights: Any) -> Any:
     return (total * weights).sum(), {}
 
 
-#: Losses of which a trace holds something else than what they compute here.
+#: Losses whose traces would compute something else than they do here.
 OTHERWISE: dict[str, tuple[Callable[..., Any], str]] = {
     "no_grad": (
         without_gradient,
@@ -198,7 +198,7 @@ def test_data_that_do_not_fit_the_loss(service: ServiceClient) -> None:
 
 
 def test_a_gradient_of_the_users_that_is_not_finite_is_told_as_theirs(service: ServiceClient) -> None:
-    """The server would tell of weights that they never gave."""
+    """The server would report weights that the user never gave."""
 
     def loss(data: list[Datum], logprobs: list[Any]) -> tuple[Any, dict[str, float]]:
         return logprobs[0].sum() + (logprobs[1] - logprobs[1].detach()).sqrt().sum(), {}
@@ -213,7 +213,7 @@ def test_a_gradient_of_the_users_that_is_not_finite_is_told_as_theirs(service: S
 def test_a_loss_that_does_not_depend_on_the_logprobs_is_told_so(
     service: ServiceClient, constant: Callable[[Any], Any]
 ) -> None:
-    """torch said that "element 0 of tensors does not require grad"."""
+    """torch's error was "element 0 of tensors does not require grad"."""
     run = service.create_lora_training_client("org/tiny", rank=8).result(10)
     with pytest.raises(WeftError, match="does not depend on the logprobs, so there is no gradient: compute it from"):
         run.forward_backward_custom([datum(1, 2)], lambda _data, logprobs: (constant(logprobs[0]), {})).result(10)

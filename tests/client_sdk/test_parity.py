@@ -1,4 +1,4 @@
-"""Every public method of the official SDK is there, with the same arguments first."""
+"""Every public method of the official SDK exists here, with the same arguments first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tinker.lib.public_interfaces.admin_client import AdminClient
 from tinker.lib.public_interfaces.api_future import APIFuture
 from tinker.lib.public_interfaces.rest_client import RestClient
 
-#: Tinker's own console, telemetry and insides.
+#: Tinker's own console, telemetry and internals.
 NOT_OURS = {"get_console_url", "get_telemetry", "holder", "create", "on_queue_state_change"}
-#: What our clients take beyond Tinker's, behind it and optional.
+#: Arguments that only our clients take, after Tinker's and optional.
 OF_SAMPLE = ("max_staleness", "priority", "return_routed_experts", "stream")
 NAMED = (
     "create_lora_training_client",

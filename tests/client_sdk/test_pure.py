@@ -46,11 +46,11 @@ def test_only_429_is_waited_out_without_end() -> None:
     began_s = now_s = now_s + 10.0
     while (pause_s := patient.pause_after(503, now_s)) is not None:
         now_s += pause_s
-    assert 290 <= now_s - began_s <= 300  # an outage behind it has all of its budget
+    assert 290 <= now_s - began_s <= 300  # a later outage has its whole budget
 
 
 def test_a_process_that_stood_still_asks_again() -> None:
-    """A laptop that slept, a program behind Ctrl-Z: nobody has tried anything meanwhile."""
+    """A laptop that slept, or a program stopped by Ctrl-Z, has tried nothing meanwhile."""
     attempts = Attempts(POLICY, 0.0)
     assert attempts.pause_after(None, 1000.0) == 0.5
     assert attempts.pause_after(None, 2000.0) == 1.0
@@ -107,7 +107,7 @@ def test_metrics_join_by_their_reduction() -> None:
 
 
 def test_means_over_tokens_join_by_tokens_and_a_custom_losss_by_data() -> None:
-    """The server's means are over the positions in the loss, and a part of few long data has most of them."""
+    """The server's means are over positions in the loss, most of which may be in a part with few long data."""
     short = part(100, tokens__sum=100, ratio__mean=2.0)
     long = part(1, tokens__sum=900, ratio__mean=1.0)
     short.metrics["custom/own:mean"], long.metrics["custom/own:mean"] = 1.0, 102.0

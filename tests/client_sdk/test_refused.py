@@ -54,7 +54,7 @@ def test_gradients_that_threads_add_at_the_same_moment_are_all_counted_on(
         with pytest.raises(weft.BadRequestError):
             told.result(10)
     run.forward_backward(DATA, "cross_entropy").result(10)
-    with pytest.raises(weft.GradientMissingError):  # of the first nobody has been told
+    with pytest.raises(weft.GradientMissingError):  # nobody has been told of the first yet
         run.optim_step(ADAM).result(10)
 
 

@@ -87,7 +87,7 @@ def test_a_wrong_path_is_refused_here(service: ServiceClient, path: str) -> None
         service.create_rest_client().delete_checkpoint_from_tinker_path(path)
 
 
-def test_an_answer_that_is_not_one(service: ServiceClient, stub: Stub) -> None:
+def test_an_answer_that_cannot_be_read_is_told(service: ServiceClient, stub: Stub) -> None:
     stub.replies["GET /sessions"] = {"sessions": "none"}
     with pytest.raises(weft.APIResponseValidationError, match="sessions"):
         service.create_rest_client().list_sessions().result(10)
@@ -116,7 +116,7 @@ PAGE = (
         ),
     ],
 )
-def test_an_answer_of_another_is_told_as_such(service: ServiceClient, stub: Stub, fault: Response, says: str) -> None:
+def test_an_answer_of_another_server_is_told(service: ServiceClient, stub: Stub, fault: Response, says: str) -> None:
     stub.faults["/sessions"] = [fault]
     with pytest.raises(weft.APIError, match=says):
         service.create_rest_client().list_sessions().result(10)
@@ -124,7 +124,7 @@ def test_an_answer_of_another_is_told_as_such(service: ServiceClient, stub: Stub
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 def test_the_key_goes_to_nobody_whom_the_server_names(service: ServiceClient, stub: Stub, status: int) -> None:
-    """httpx takes away only the header that it knows, which is not ours."""
+    """On a redirect httpx removes only the header that it knows, which is not ours."""
     elsewhere = stub.base_url.replace("127.0.0.1", "localhost") + "/api/v1/sessions?elsewhere=1"
     stub.faults["/sessions"] = [Response("", status, {"location": elsewhere})]
     with pytest.raises(weft.APIStatusError, match="is redirected to"):

@@ -58,13 +58,13 @@ def test_a_lost_sample_is_drawn_again_under_a_new_number(service: ServiceClient,
 
 
 def event(*tokens: int) -> Response:
-    """A stream that tells these tokens of sample 0."""
+    """An event of a stream, with these tokens of sample 0."""
     part = {"sample": 0, "start": 0, "tokens": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
     return Response(f"data: {json.dumps(part)}\n\n", media_type="text/event-stream")
 
 
 def test_a_lost_sample_whose_tokens_were_read_is_not_drawn_again(service: ServiceClient, stub: Stub) -> None:
-    """Without a seed another draw has other tokens: those read before would not be the beginning of the result's."""
+    """Without a seed another draw has other tokens: those that were read would not begin the result."""
     stub.faults["/stream_future"] = [event(1, 2)]
     stub.faults["/retrieve_future"] = [not_yet()] * 5 + [status(410)]
     drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS, stream=True)
@@ -86,7 +86,7 @@ def test_a_lost_sample_with_a_seed_is_drawn_again_though_its_tokens_were_read(
 
 
 def test_tokens_that_are_not_the_results_are_never_joined_with_it(service: ServiceClient, stub: Stub) -> None:
-    """The run's weights had moved when it was drawn again."""
+    """The run's weights had moved by the time it was drawn again."""
     stub.faults["/stream_future"] = [event(5)]
     stub.faults["/retrieve_future"] = [not_yet()] * 5
     drawing = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS, stream=True)
@@ -101,7 +101,7 @@ def test_tokens_that_are_not_the_results_are_never_joined_with_it(service: Servi
 def test_a_stream_is_asked_for_again_where_what_is_wrong_passes_by_itself(
     service: ServiceClient, stub: Stub, fault: Response, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while a server restarts: who prunes answers while they are drawn would pay for all of them."""
+    """As while a server restarts: a user who prunes answers as they are drawn would pay for all of their tokens."""
     monkeypatch.setattr("weft.runs.drawing.READ_AGAIN_S", 0.01)
     stub.faults["/stream_future"] = [fault, event(7)]
     stub.faults["/retrieve_future"] = [not_yet()] * 60
@@ -153,7 +153,7 @@ def test_cancelling_tells_the_server(service: ServiceClient, stub: Stub) -> None
 
 
 class Late(JSONResponse):
-    """An answer that is on its way until it may arrive."""
+    """An answer that is on its way until the test lets it arrive."""
 
     def __init__(self, content: object) -> None:
         super().__init__(content)
@@ -165,7 +165,7 @@ class Late(JSONResponse):
 
 
 def test_cancelling_what_is_being_sent_ends_it_once_it_is_accepted(service: ServiceClient, stub: Stub) -> None:
-    """The server would draw it to its end, for nobody, and bill it."""
+    """Otherwise the server would draw it to its end for nobody, and bill it."""
     sampler = service.create_sampling_client(base_model="tiny").result()
     late = Late({"request_id": "accepted"})
     stub.faults["/asample"].append(late)

@@ -1,4 +1,4 @@
-"""Tokens in place of the key, when the server wants them."""
+"""Short-lived tokens in place of the API key, for servers that want them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_refused_token_is_replaced_once(service: ServiceClient, exchanging: St
 
 
 def test_a_stream_whose_token_is_refused_is_read_with_another(service: ServiceClient, exchanging: Stub) -> None:
-    """Its tokens would come at its end alone, and what would stop it early by them would not."""
+    """Otherwise its tokens would come only at its end, too late to stop it early."""
     exchanging.config = {"pjwt_auth_enabled": True}
     refusal = {"www-authenticate": 'Bearer error="invalid_token"'}
     part = {"sample": 0, "start": 0, "tokens": [1], "logprobs": [-1.0], "versions": [0]}
@@ -104,7 +104,7 @@ def test_a_stream_whose_token_is_refused_is_read_with_another(service: ServiceCl
 
 
 def test_a_result_is_waited_for_though_no_token_can_be_had_meanwhile(exchanging: Stub) -> None:
-    """What was accepted outlives an outage of up to `outage_budget_s`, and so does who waits for it."""
+    """Accepted work outlives an outage of up to `outage_budget_s`, and so does whoever waits for it."""
     exchanging.config = {"pjwt_auth_enabled": True}
     policy = replace(FAST, budget_s=0.1, outage_budget_s=60.0)
     run = ServiceClient(base_url=exchanging.base_url, api_key="tml-test", retry=policy).create_lora_training_client("t")

@@ -113,8 +113,8 @@ def test_a_final_refusal_is_typed_and_uses_its_number(
 @pytest.mark.parametrize("code", [301, 400, 401, 403, 404, 405, 409, 411, 413, 415, 421, 422, 431, 451])
 @pytest.mark.parametrize("path", ["/optim_step", "/save_weights", "/forward_backward"])
 def test_what_a_proxy_refuses_uses_no_number(service: ServiceClient, stub: Stub, path: str, code: int) -> None:
-    """Counted, the number would be missing on the server, and everything behind it would wait for it."""
-    stub.faults[path] = [page(code)] * (1000 if code == 404 else 1)  # a 404 may be of a restart, and is tried again
+    """If it counted, the number would be missing on the server, and everything after it would wait for it."""
+    stub.faults[path] = [page(code)] * (1000 if code == 404 else 1)  # a 404 may come from a restart, and is tried again
     training = run_of(service)
     ways: dict[str, Callable[[], weft.APIFuture[Any]]] = {
         "/optim_step": lambda: training.optim_step(AdamParams()),
@@ -134,7 +134,7 @@ def test_what_a_proxy_refuses_uses_no_number(service: ServiceClient, stub: Stub,
         (403, {"code": "organisation_suspended", "request_id": "request-1"}, 1),
         (413, {"code": "body_too_large", "request_id": "request-1"}, 1),
         (413, {"code": "quota_reached", "request_id": "operation-1"}, 2),
-        (400, {"code": "invalid_request", "request_id": "request-1"}, 2),  # as of a number that is used already
+        (400, {"code": "invalid_request", "request_id": "request-1"}, 2),  # as for a number that is used already
     ],
 )
 def test_a_refusal_before_the_body_is_read_uses_no_number(
@@ -181,7 +181,7 @@ def test_who_waits_for_a_server_that_cannot_serve_is_told_why_once(
     stub.faults["/optim_step"] = [status(503, "the disk is nearly full")] * 5
     with caplog.at_level(logging.WARNING, "weft"):
         run_of(patient).optim_step(AdamParams()).result(10)
-    told = [record.getMessage() for record in caplog.records]  # others' clients may miss their servers meanwhile
+    told = [record.getMessage() for record in caplog.records]  # other clients may miss their servers meanwhile
     told = [message.partition(": ")[2][:23] for message in told if message.startswith("again in")]
     assert told == ["the disk is nearly full"]
 
@@ -402,7 +402,7 @@ def test_a_garbled_answer_ends_no_heart_and_is_asked_for_again(
 def test_who_is_closed_while_the_session_is_made_makes_nothing_and_does_not_beat(
     stub: Stub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would be kept, and its run, for as long as the process lives."""
+    """Otherwise it, and its run, would be kept as long as the process lives."""
     monkeypatch.setattr("weft.runs.session.HEARTBEAT_S", 0.02)
     stub.faults["/create_session"] = [status(503)]
     pause = RetryPolicy(first_pause_s=0.2, longest_pause_s=0.2)

@@ -1,4 +1,4 @@
-"""The Python of both READMEs is typed, for mypy --strict and for pyright, and no client's twin is `Any`."""
+"""mypy --strict and pyright find types for the Python of both READMEs, and no client's async twin returns `Any`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.pages import ROOT, runnable
 
 PAGES = {"readme": "README.md", "client": "client_sdk/README.md", "concepts": "docs/concepts.md"}
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient")
-#: What gives a class of transformers, whose types the checkout's settings skip.
+#: Lines that get a class of transformers, whose types the checkout's settings skip.
 OF_TRANSFORMERS = {"get_tokenizer_async"}
 
 
 @pytest.fixture
 def programs(tmp_path: Path) -> list[Path]:
-    """The pages' Python, and one that asks what each twin gives."""
+    """The pages' Python, and a program that reveals each twin's type."""
     for name, page in PAGES.items():
         code = "\n".join(runnable(page, "python"))
         assert "weft.ServiceClient()" in code
@@ -38,7 +38,7 @@ def programs(tmp_path: Path) -> list[Path]:
 
 
 def test_by_mypy(programs: list[Path]) -> None:
-    """With the checkout's own settings, which are strict, and the cache of `make lint`."""
+    """With the checkout's own strict settings, and the cache of `make lint`."""
     command = [sys.executable, "-m", "mypy", *map(str, programs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout

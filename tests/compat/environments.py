@@ -1,9 +1,8 @@
-"""Virtual environments for other versions of what our users have, kept under `.compat/` in the checkout: one for each
-version of the official SDK, and others (`loaders`).
+"""Virtual environments with other versions of what our users have, kept under `.compat/` in the checkout.
 
-An environment has that version and borrows all that this asks for, as far as it is right for it, from the environment
-that runs this: torch alone is ten times the size of the rest.
-"""
+There is one for each version of the official SDK, and there are those of `loaders`. Each installs only the differing
+versions and borrows the rest, where it fits, from the environment that runs this: torch alone is ten times the size of
+all else."""
 
 from __future__ import annotations
 
@@ -16,13 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".compat"
 
-#: The oldest that we know (the one that ART's backend asks for) and the newest.
+#: The oldest version that we know of (ART's backend asks for it) and the newest.
 IN_CI = ("0.18.2", "0.38.0")
 ALL = ("0.18.2", "0.25.0", "0.26.2", "0.27.2", "0.29.1", "0.30.0", "0.34.0", "0.36.0", "0.38.0")
 
 
 def environment(name: str, *installed: tuple[str, ...]) -> Path:
-    """The Python of an environment, which is made where it is not there yet: each of `installed` is given to a pip."""
+    """The Python of an environment, which is made if there is none: each of `installed` is given to a pip of its
+    own."""
     folder = HOME / name
     python, stamp = folder / "bin" / "python", folder / ".complete"
     if not stamp.exists():
@@ -37,7 +37,7 @@ def environment(name: str, *installed: tuple[str, ...]) -> Path:
 
 
 def build(version: str) -> Path:
-    """The Python with that version of the SDK."""
+    """The Python of the environment with that version of the SDK."""
     return environment(version, (f"tinker=={version}",))
 
 

@@ -1,8 +1,7 @@
-"""What stock transformers and PEFT make of a downloaded adapter, by version: `python -m tests.compat.loaders`.
+"""How stock transformers and PEFT load a downloaded adapter, by version: `python -m tests.compat.loaders`.
 
-Each pair loads it in an environment of its own, by the folder's own verify.py. Writes `tests/compat/loaders.json`, of
-which `tests.compat.page` makes a table.
-"""
+Each pair of versions loads it in an environment of its own, by the folder's own verify.py. Writes
+`tests/compat/loaders.json`, of which `tests.compat.page` makes a table."""
 
 from __future__ import annotations
 
@@ -29,20 +28,20 @@ class Pair(NamedTuple):
 
 
 ALL = tuple(Pair(one, other) for one in TRANSFORMERS for other in PEFT)
-#: One that is right beside the pair of this environment, and one that is wrong without a word.
+#: A pair that loads it rightly, beside this environment's own, and one that loads it wrongly without a warning.
 IN_CI = {Pair("5.23.0", "0.18.1"): "wrong"}
 #: Exit statuses of verify.py.
 OUTCOMES = {0: "right", 1: "wrong", 2: "refused"}
 
 
 def build(pair: Pair) -> Path:
-    """The Python of an environment with these two."""
+    """The Python of an environment with these two versions."""
     name = f"transformers-{pair.transformers}-peft-{pair.peft}"
     return environment(name, (f"transformers=={pair.transformers}",), ("--no-deps", f"peft=={pair.peft}"))
 
 
 def loads(python: Path, adapter: Path) -> tuple[str, str]:
-    """How it loads there, `right`, `wrong` or `refused`; and what was said."""
+    """How the adapter loads there, `right`, `wrong` or `refused`; and what verify.py printed."""
     command = [str(python), "-I", str(adapter / "verify.py"), "--base", str(TINY_PATH)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
@@ -50,7 +49,7 @@ def loads(python: Path, adapter: Path) -> tuple[str, str]:
 
 
 def make_adapter(server: Weftd, folder: Path) -> Path:
-    """An adapter of all modules, trained a little, as `weft download` writes it."""
+    """A briefly trained adapter of all modules, as `weft download` writes it."""
     import weft
 
     tokens = [(7 * i) % 300 + 30 for i in range(24)]
@@ -68,7 +67,7 @@ def make_adapter(server: Weftd, folder: Path) -> Path:
 
 
 def main() -> int:
-    """Load with all pairs and keep the outcomes."""
+    """Load with all pairs of versions and write down the outcomes."""
     found: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as name:
         server = Weftd(Path(name) / "data").start()

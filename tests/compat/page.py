@@ -1,7 +1,6 @@
-"""Makes `docs/compatibility.md` of `tests/compat/results.json`: `python -m tests.compat.page`.
+"""Makes `docs/compatibility.md` from `tests/compat/results.json`: `python -m tests.compat.page`.
 
-Which calls there are comes from the newest SDK itself, so a method that no test drives shows up as one.
-"""
+The list of calls comes from the newest SDK itself, so the page also shows a method that no test calls."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tests.rl_packages.environment import ENVIRONMENTS
 
 PAGE = ROOT / "docs" / "compatibility.md"
 SIGNS = {"ok": "yes", "fail": "**no**", "absent": "–"}
-#: The parts of the page, and how the names of their calls begin.
+#: The sections of the page, and the prefixes of their calls' names.
 PARTS = {
     "ServiceClient": "ServiceClient.",
     "TrainingClient": "TrainingClient.",
@@ -28,7 +27,7 @@ PARTS = {
     "The `tinker` command": "tinker ",
 }
 SMOKE = Path(__file__).with_name("smoke")
-#: Methods that ask nothing of a server, and those that the SDK itself calls.
+#: Methods that send no request to a server, and those that the SDK itself calls.
 LOCAL = {"get_telemetry", "get_console_url", "on_queue_state_change", "create"}
 
 INTRODUCTION = """\
@@ -103,7 +102,7 @@ VERSIONS = (
 
 
 def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
-    """The whole page. `results`: by version and call, `ok`, `fail` or `absent`."""
+    """The whole page. `results`: `ok`, `fail` or `absent`, by version and call."""
     versions = sorted(results, key=lambda version: [int(part) for part in version.split(".")])
     calls = list(dict.fromkeys(call for version in reversed(versions) for call in results[version]))
     parts = [INTRODUCTION]
@@ -120,7 +119,7 @@ def page(results: dict[str, dict[str, str]], in_ci: Iterable[str]) -> str:
 
 
 def _recipes() -> str:
-    """The cookbook's, by name; `make cookbook` fails when one does not run."""
+    """The cookbook's recipes by name; `make cookbook` fails if one of them does not run."""
     lines = [f"- {recipe.name}" + (" \\*" if recipe.in_ci else "") for recipe in RECIPES]
     return "\n".join([COOKBOOK_TITLE, *lines, ""])
 
@@ -160,7 +159,7 @@ def _table(
 
 
 def _shown(call: str) -> str:
-    """`Class.method: in which way` with the method as code."""
+    """A call's name, `Class.method: variant`, with the method shown as code."""
     name, colon, way = call.partition(": ")
     plain = " " in name and not name.startswith("tinker ")
     code = name if plain else f"`{name.split('.', 1)[-1]}`"
@@ -180,7 +179,7 @@ def driver(call: str) -> str:
 
 
 def undriven(calls: Iterable[str]) -> set[str]:
-    """Public methods of the SDK installed here that no call of the tour names."""
+    """Public methods of the installed SDK that no call of the tour names."""
     import tinker
     from tinker.lib.public_interfaces.rest_client import RestClient
 

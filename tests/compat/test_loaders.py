@@ -1,5 +1,5 @@
-"""A download in other versions of transformers and PEFT: right, or known to be wrong, and verify.py says so. That it
-does in these, where a folder is as wrong: tests/e2e/test_exports.py."""
+"""Other versions of transformers and PEFT load a download rightly, or are known not to, and verify.py says which. That
+it does so with the installed versions, for wrong folders too: tests/e2e/test_exports.py."""
 
 from __future__ import annotations
 

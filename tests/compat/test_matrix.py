@@ -1,5 +1,5 @@
-"""Every call of several versions of the official SDK works: of the one that is installed here, and of others from
-environments of their own."""
+"""Every call of the official SDK works, in the version that is installed here and in others that have environments of
+their own."""
 
 from __future__ import annotations
 

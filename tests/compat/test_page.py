@@ -1,4 +1,4 @@
-"""docs/compatibility.md is what the last tour found, and leaves no method of the SDK out."""
+"""docs/compatibility.md shows the outcomes of the last tour, and leaves no method of the SDK out."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def test_the_page_is_made_of_the_recorded_results() -> None:
 
 
 def test_the_recorded_results_name_the_calls_of_the_tour() -> None:
-    """Calls are named in the tour's own code, so one that was added since shows without running it."""
+    """The calls are read from the tour's code: one that was added since shows without a new tour."""
     sources = [path.read_text() for path in (Path(__file__).parent / "smoke").glob("*.py")]
     named = set(re.findall(r'"((?:[A-Z][A-Za-z]+Client\.[a-z_]+)(?:: [^"{}]+)?)"', "\n".join(sources)))
     assert named
     assert named <= RECORDED["0.38.0"].keys(), "run: make compat"
 
 
-def test_every_public_method_of_the_newest_sdk_is_driven() -> None:
+def test_every_public_method_of_the_newest_sdk_is_called() -> None:
     assert undriven(RECORDED["0.38.0"]) == set()
 
 

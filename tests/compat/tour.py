@@ -1,8 +1,7 @@
 """Every version of the official SDK tours one real server.
 
-`python -m tests.compat.tour [versions...]` writes what came of it to `tests/compat/results.json`, of which
-`tests.compat.page` makes `docs/compatibility.md`.
-"""
+`python -m tests.compat.tour [versions...]` writes the outcomes to `tests/compat/results.json`, of which
+`tests.compat.page` makes `docs/compatibility.md`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ TOUR_S = 240
 
 
 def tour(python: Path, server: Weftd, folder: Path) -> dict[str, Any]:
-    """What came of each call, by its name. Clients find the model's tokenizer in a folder of the model's name."""
+    """The outcome of each call, by its name. Clients find the model's tokenizer in a folder of the model's name."""
     shadow = folder / TINY_NAME
     if not shadow.exists():
         shadow.parent.mkdir(parents=True)
@@ -40,7 +39,7 @@ def tour(python: Path, server: Weftd, folder: Path) -> dict[str, Any]:
 
 
 def _environment(server: Weftd) -> dict[str, str]:
-    """Nothing is fetched or reported, and nobody's own settings take part."""
+    """Environment variables for the tour: nothing is fetched or reported, and nobody's own settings are used."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "PYTHON"))}
     return {
         **kept,
@@ -54,7 +53,7 @@ def _environment(server: Weftd) -> dict[str, str]:
 
 
 def main(versions: tuple[str, ...]) -> int:
-    """Tour with all of them and keep the results. Returns the number of calls that failed."""
+    """Tour with all versions and write down the results. Returns the number of failed calls."""
     failed = 0
     results: dict[str, dict[str, str]] = {}
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""The console over a real database and journal, seeded; once for a client in process, once for a browser."""
+"""The console over a real database and journal, seeded: one for a client in process, one for a browser."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from workers.model.tiny import TINY_PATH
 
 SAME_SITE = {"sec-fetch-site": "same-origin"}
 CHROMIUM = "/usr/bin/chromium"
-#: Violations of the policy are kept by the page itself, from before its first script.
+#: The page itself keeps violations of the policy, from before its first script.
 WATCH = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDirective + " " + e.blockedURI), true);
@@ -46,13 +46,13 @@ addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDir
 #: How long a test waits for a page, beside others that want the processor, too. `expect` does not ask the context, and
 #: has five seconds unless it is told.
 PATIENCE_MS = 60_000
-#: What of a page is not drawn yet.
+#: Parts of the page that are not drawn yet.
 UNDRAWN = ".chart:not(:has(canvas)), [aria-busy=true]"
 Open = Callable[..., Page]
 
 
 class Console:
-    """A seeded console, and how somebody of a role signs in to it."""
+    """A seeded console, with methods that sign in a person of a role."""
 
     def __init__(self, app: FastAPI, database: Database, made: Seeded, client: Any = None, url: str = "") -> None:
         self.app = app
@@ -68,7 +68,7 @@ class Console:
         return reply
 
     def cookie(self, role: str) -> dict[str, str]:
-        """Of a browser in which somebody has signed in."""
+        """The cookie of a browser in which somebody has signed in."""
         name = "weft_console"
         self.sign_in(role)
         value = self.http.cookies[name]
@@ -86,7 +86,7 @@ class Console:
         return found.group(1)
 
     def press(self, action: str, /, status: int = 200, **form: Any) -> httpx.Response:
-        """What a button does."""
+        """Send what a button sends."""
         headers = {**SAME_SITE, "hx-request": "true", "x-csrf-token": self.csrf()}
         reply: httpx.Response = self.http.post(f"/console{action}", data=form, headers=headers, follow_redirects=False)
         assert reply.status_code == status, reply.text[:500]
@@ -107,7 +107,7 @@ class Console:
 
 
 def take_cards(console: Console, payments: PaymentsSettings) -> None:
-    """From now on this console does."""
+    """Let this console take cards from now on."""
     service = console.app.state.service
     settings = service.settings.model_copy(update={"payments": payments})
     console.app.state.service = replace(service, settings=settings)
@@ -153,7 +153,7 @@ def console(tmp_path: Path, seeded: tuple[Path, Seeded]) -> Iterator[Console]:
 
 @contextmanager
 def served(folder: Path, days: int = 30, tidy: bool = False) -> Iterator[Console]:
-    """A seeded console at an address; `tidy` to be looked at, without hostile names."""
+    """A seeded console at an address; `tidy`: without hostile names, to be looked at."""
     database = Database(f"sqlite:///{folder}/weft.db")
     migrate(database)
     made = database.write_now(lambda session: seed(session, load_prices(), days=days, tidy=tidy))
@@ -183,7 +183,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Of a module, because its loop is in the way of tests with loops of their own."""
+    """A browser for one module only, because its event loop would disturb tests with loops of their own."""
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -190,7 +190,7 @@ def liar_at(behind: str) -> Iterator[Liar]:
 
 
 def proves(form: dict[str, list[str]], challenge: str) -> bool:
-    """RFC 7636, section 4.6."""
+    """Whether a verifier belongs to a challenge (RFC 7636, section 4.6)."""
     verifier = form.get("code_verifier", [""])[0]
     digest = hashlib.sha256(verifier.encode()).digest()
     return bool(verifier) and base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == challenge

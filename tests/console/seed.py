@@ -29,13 +29,13 @@ from store.people.organisations import organisation_named
 MODEL = "weft/tiny-moe"
 HOSTILE = "<img src=x onerror=alert(1)>\"'{{7*7}}"
 DAY = timedelta(days=1)
-#: Prepaid at the start.
+#: The prepaid balance at the start.
 TOPUP_NUSD = 250 * 10**9
 
 
 @dataclass
 class Seeded:
-    """Ids of what there is, and the secrets of keys by role."""
+    """The ids of what was made, and the secrets of keys by role."""
 
     org_id: str = ""
     rival_id: str = ""

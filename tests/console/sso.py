@@ -21,7 +21,7 @@ GROUPS = [
 
 
 def take_provider(console: Console, issuer: str, **values: Any) -> OidcSettings:
-    """From now on this console has one."""
+    """Let this console have a provider from now on."""
     given = {"issuer": issuer, "client_id": "weft", "client_secret": SECRET, "public_url": PUBLIC, "name": "Corp"}
     oidc = OidcSettings.model_validate({**given, "groups": GROUPS, "contact": "it@corp.example", **values})
     service = console.app.state.service
@@ -30,14 +30,14 @@ def take_provider(console: Console, issuer: str, **values: Any) -> OidcSettings:
 
 
 def person(issuer: str, subject: str, **claims: Any) -> None:
-    """What the provider knows of somebody."""
+    """Make the provider know a person."""
     known = {"email": f"{subject}@corp.example", "email_verified": True, **claims}
     body = {name: value for name, value in known.items() if value is not None}
     assert httpx.put(f"{issuer}/users/{subject}", json=body, verify=False).status_code == 204
 
 
 def begin(console: Console, **form: Any) -> str:
-    """Where the button leads."""
+    """Press the button; returns where it leads."""
     headers = {**SAME_SITE, "hx-request": "true"}
     reply = console.http.post("/console/sso", data=form, headers=headers)
     assert reply.status_code == 204, reply.text
@@ -45,7 +45,7 @@ def begin(console: Console, **form: Any) -> str:
 
 
 def at_provider(to: str, subject: str, **form: str) -> str:
-    """Signs in there; where the provider then sends the browser."""
+    """Sign in at the provider; returns where it then sends the browser."""
     reply = httpx.post(to, data={"sub": subject, **form}, follow_redirects=False, verify=False)
     assert reply.status_code == 302, reply.text
     back = urlsplit(reply.headers["location"])
@@ -60,7 +60,7 @@ def come_back(console: Console, back: str) -> httpx.Response:
 
 
 def sign_in(console: Console, subject: str, **form: Any) -> httpx.Response:
-    """The whole way."""
+    """Sign in, all the way."""
     console.http.cookies.delete("weft_console")
     return come_back(console, at_provider(begin(console, **form), subject))
 

@@ -1,4 +1,4 @@
-"""Who gets in, who stays in, and who may press what."""
+"""Who is let in, who stays signed in, and who may press which button."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from store.tables import ApiKey, AuditEntry, BrowserSession, Checkpoint, LoginLi
 from tests.console.conftest import SAME_SITE, Console
 
 PAGES = ("/", "/usage", "/usage.csv", "/runs", "/checkpoints", "/audit", "/runs/x", "/runs/x/live")
-#: Pages that are not everybody's, and which roles see them.
+#: Pages that not everybody may see, and the roles that may.
 CLOSED = {"/audit": {"owner"}, "/usage": {"owner", "viewer"}, "/usage.csv": {"owner", "viewer"}}
 
 
 def age(console: Console, **back: timedelta) -> None:
-    """Let the session look older than it is."""
+    """Make the session look older than it is."""
     now = datetime.now(UTC)
     values = {name: now - passed for name, passed in back.items()}
     console.database.write_now(lambda session: session.execute(update(BrowserSession).values(**values)))
@@ -42,7 +42,7 @@ def test_signing_in_and_out(console: Console) -> None:
 
 @pytest.mark.parametrize("by_link", [False, True])
 def test_signing_in_again_ends_the_session_before(console: Console, by_link: bool) -> None:
-    """The browser forgets it, and so nobody could sign out of it: whoever had its cookie would keep it for a day."""
+    """The browser forgets it, so nobody could sign out of it: a thief of its cookie would keep it for a day."""
     console.sign_in()
     before = console.http.cookies["weft_console"]
     path, made = "/console/login", console.made
@@ -50,7 +50,7 @@ def test_signing_in_again_ends_the_session_before(console: Console, by_link: boo
         path += "/" + console.database.write_now(lambda s: sessions.new_link(s, made.org_id, made.users["owner"]))
     refused = console.http.post("/console/login", data={"key": "tml-wrong"}, headers=SAME_SITE)
     assert refused.status_code == 401
-    assert "Acme Research" in console.get("/")  # who does not get in stays who they were
+    assert "Acme Research" in console.get("/")  # a failed sign-in changes nothing about who is signed in
     form = {"key": made.keys["owner"]}
     assert console.http.post(path, data=form, headers=SAME_SITE, follow_redirects=False).status_code == 303
     now = console.http.cookies["weft_console"]
@@ -233,7 +233,7 @@ class TestTheEnd:
 
 
 def test_nobody_signs_others_out_by_signing_in_often(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a leaked key of least rights could keep those out who would revoke it. Of each the oldest give way."""
+    """Else a leaked key of few rights could keep out those who would revoke it. Each person's oldest give way."""
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
     console.sign_in("viewer")
     first = dict(console.http.cookies)
@@ -265,7 +265,7 @@ def test_no_secret_of_a_link_is_logged_when_something_breaks(
     if reply.status_code != 500:  # it reads nothing before it writes
         reply = console.http.get(f"/console{page.format(secret)}")
     assert reply.status_code == 500
-    theirs = [record for record in caplog.records if record.name not in ("httpx", "httpx2")]  # the browser here
+    theirs = [record for record in caplog.records if record.name not in ("httpx", "httpx2")]  # this test's client
     logged = "\n".join(map(caplog.handler.format, theirs))
     assert page.partition("{")[0] in logged
     assert secret not in logged
@@ -286,7 +286,7 @@ class TestLinks:
 
     def test_signs_in_once(self, console: Console) -> None:
         token = self.link(console)
-        for _ in range(2):  # who only looks uses nothing up
+        for _ in range(2):  # looking alone uses nothing up
             assert token in console.get(f"/login/{token}")
         assert self.enter(console, token) == 303
         assert "billing-admin@acme.example" in console.get("/")

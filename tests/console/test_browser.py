@@ -38,7 +38,7 @@ def violations(page: Page) -> list[str]:
 
 
 def test_the_listener_sees_violations(console: Console, browser: Browser) -> None:
-    """No look at a page could fail if nothing were noticed."""
+    """Otherwise no test of a page could fail."""
     context = browser.new_context()
     context.add_init_script(WATCH)
     page = context.new_page()
@@ -256,7 +256,7 @@ def test_by_keyboard_alone(console: Console, open_page: Open) -> None:
 
 
 def test_who_deletes_by_keyboard_goes_on_from_their_place(open_page: Open) -> None:
-    """The page comes again, and would begin at its top."""
+    """The page is loaded again, and would otherwise begin at its top."""
     page = open_page("/checkpoints")
     answer = {"status": 200, "headers": {"hx-refresh": "true"}, "body": "Checkpoint deleted"}
     page.route("**/checkpoints/delete", lambda route: route.fulfill(**answer))  # others need it
@@ -308,7 +308,7 @@ def test_a_key_is_shown_once(console: Console, open_page: Open) -> None:
 
 
 def test_a_button_pressed_twice_does_it_once(console: Console, open_page: Open) -> None:
-    """A double click: the secret of a second key would take the place of the first's, which nobody would have seen."""
+    """On a double click the secret of a second key would replace the first one's, which nobody would have seen."""
     page = open_page("/keys")
 
     def made() -> int:

@@ -31,7 +31,7 @@ def liar() -> Iterator[Liar]:
 
 
 def invite(console: Console, by: str = "owner", /, **body: Any) -> httpx.Response:
-    """Asks for an invitation, with the key of `by`."""
+    """Ask for an invitation, with the key of `by`."""
     given = {"role": "member", "email": GUEST, **body}
     sent = {name: value for name, value in given.items() if value is not None}
     headers = {"x-api-key": console.made.keys[by]}
@@ -58,7 +58,7 @@ def refused(console: Console, path: str, says: str, status: int = 403, **form: s
 
 
 def roles(console: Console, email: str = GUEST) -> dict[str, str]:
-    """Organisation's id -> role."""
+    """The person's roles: organisation's id -> role."""
     with console.database.read() as session:
         query = select(Membership).join(User, User.id == Membership.user_id).where(User.email == email)
         return {row.org_id: row.role for row in session.scalars(query)}
@@ -227,7 +227,7 @@ class TestAttacks:
         assert roles(console) == {}
 
     def test_two_at_the_same_moment(self, console: Console) -> None:
-        """Both have found it open; one of them uses it."""
+        """Both found the link open; only one of them uses it."""
         secret, now = link(console).rpartition("/")[2], datetime.now(UTC)
         used = [
             console.database.write_now(lambda session, user=user: invitations.use(session, secret, user, now))
@@ -272,7 +272,7 @@ class TestWhoIsSignedIn:
         return found.group(1) if found is not None else ""
 
     def open_link(self, console: Console, liar: Liar) -> str:
-        """One for whoever signs in, which needs a provider."""
+        """A link for anybody who signs in, which needs a provider."""
         take_provider(console, liar.url)
         return link(console, email=None)
 

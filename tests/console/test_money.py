@@ -77,7 +77,7 @@ class TestBudgets:
 
 
 def raise_three(console: Console) -> None:
-    """An alert of this organisation, one of another, and one for the operator alone."""
+    """Raise three alerts: for this organisation, for another one, and for the operator only."""
     made, now = console.made, datetime.now(UTC)
 
     def write(session: Session) -> None:
@@ -190,7 +190,7 @@ class TestBilling:
         assert [int(row["amount_usd"].replace(".", "")) for row in table] == rows[::-1]
 
     def test_the_export_has_every_entry_however_many(self, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its sum is the balance."""
+        """The sum of its entries is the balance."""
         monkeypatch.setattr(billing, "AT_A_TIME", 2)
         console.sign_in()
         with console.database.read() as session:

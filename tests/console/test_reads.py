@@ -1,4 +1,4 @@
-"""How much pages read, by the number of statements, their plans and their rows; time would depend on the machine."""
+"""How much the pages read: the number of statements, their plans and their rows; time would depend on the machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Statement = tuple[str, Any]
 
 @contextmanager
 def statements() -> Iterator[list[Statement]]:
-    """What is asked of databases meanwhile, with its parameters."""
+    """The statements that databases get meanwhile, with their parameters."""
     asked: list[Statement] = []
 
     def note(_connection: Any, _cursor: Any, text: str, values: Any, _context: Any, _many: bool) -> None:
@@ -71,7 +71,7 @@ def test_ownership_reads_the_hours_that_it_tells_of(console: Console) -> None:
 
 
 def test_a_curve_against_cost_reads_a_row_for_each_settlement(console: Console) -> None:
-    """And not one for each kind of usage in it."""
+    """And not a row for each kind of usage in it."""
     console.sign_in()
     run = console.made.runs[0]
     (statement,) = asked_by(console, f"/runs/{run}/live", "usage_events")

@@ -40,7 +40,7 @@ CUT = """() => {
   }
   return found.slice(0, 5);
 }"""
-#: By all rules, or by those that are named.
+#: Checks all rules, or those that are named.
 AXE = """async (rules) => {
   const { violations } = await axe.run(document, { resultTypes: ["violations"], ...rules });
   const bad = violations.filter((each) => ["serious", "critical"].includes(each.impact));
@@ -51,7 +51,7 @@ IS_DARK = """() => {
   const [red, green, blue] = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
   return red + green + blue < 200;
 }"""
-#: Charts follow their boxes a frame later.
+#: Charts follow their boxes one frame later.
 FITTED = """() => new Promise((done) => {
   const fits = (el) => el.offsetWidth <= el.parentElement.clientWidth + 1;
   const all = () => [...document.querySelectorAll(".uplot")].every(fits);
@@ -163,7 +163,7 @@ def test_every_page_keeps_the_policy_and_is_neither_cut_off_nor_hard_to_read(see
 
 
 def test_the_looks_find_what_is_wrong(open_page: Open) -> None:
-    """The test above could not fail if they found nothing."""
+    """Otherwise the test above could not fail."""
     page = open_page("/keys", viewport=WIDE)
     page.evaluate("document.querySelector('main h1').textContent = 'x'.repeat(200)")
     page.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<input>')")

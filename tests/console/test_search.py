@@ -15,7 +15,7 @@ from tests.console.seed import HOSTILE
 
 
 def hits(console: Console, text: str) -> list[tuple[str, str, str]]:
-    """Kind, title and address of each."""
+    """Kind, title and address of each hit."""
     reply = console.http.get("/console/search", params={"q": text})
     assert reply.status_code == 200, reply.text
     found = re.findall(r'href="/console([^"]*)"><span class="tag">(\w+)</span><span class="what">([^<]*)', reply.text)

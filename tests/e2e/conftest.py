@@ -1,5 +1,5 @@
-"""A real `weftd` as a process of its own. It and what forks its workers are forked from one that has
-imported what they import (`tests.forked`). tests/api/test_cli.py and tests/deploy start it as an operator does."""
+"""The servers of the end-to-end tests, each a real `weftd` as a process. It, and what forks its workers, are forked
+from one that has imported all (`tests.forked`). tests/api/test_cli.py and tests/deploy start it as an operator does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from store.database.db import Database
 from tests.forked import Forked, run_forked
 from tests.keys import create_key
 
-# Before the official SDK is imported: nothing is fetched, nothing is reported.
+# Before the official SDK is imported: it shall fetch nothing and report nothing.
 os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0")
 
 BIN = Path(sys.executable).parent
@@ -59,7 +59,7 @@ class Weftd:
         self.process.wait()
 
     def worker(self, role: str) -> psutil.Process:
-        """The process that is the `trainer` or the `generator` now, once there is one."""
+        """The process of the present `trainer` or `generator`; waits until there is one."""
         deadline = time.monotonic() + 60
         while not (found := self.workers(role)):
             assert time.monotonic() < deadline, self.log()
@@ -67,12 +67,12 @@ class Weftd:
         return found[0]
 
     def workers(self, role: str) -> list[psutil.Process]:
-        """All of that role."""
+        """All processes of that role."""
         agent = ["pt_elastic"] if role == "trainer" else []  # what torchrun names itself: the trainer of several ranks
         return [child for nursery in self.nurseries() for child in named(nursery, f"weft-{role}", *agent)]
 
     def nurseries(self) -> list[psutil.Process]:
-        """Who forks the workers: one, once the server starts."""
+        """The processes that fork the workers: one, once the server starts."""
         return named(psutil.Process(self.process.pid), "weft-nursery")
 
     def key(self, organisation: str = "acme") -> str:
@@ -87,22 +87,22 @@ class Weftd:
 
 
 def named(parent: psutil.Process, *names: str) -> list[psutil.Process]:
-    """Its children that have one of these names."""
+    """The server's child processes that have one of these names."""
     found = []
     for child in parent.children():
-        with suppress(psutil.NoSuchProcess):  # it has died meanwhile
+        with suppress(psutil.NoSuchProcess):  # it has died since it was listed
             if child.name() in names and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
     return found
 
 
-#: All that were made, for the report of a test that fails.
+#: All servers that were made, for the report of a failed test.
 SERVERS: list[Weftd] = []
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that fails tells what servers and their workers have logged meanwhile."""
+    """Add to the report of a failed test what its servers and their workers have logged."""
     report = yield
     for server in SERVERS if report.failed else ():
         with suppress(FileNotFoundError):
@@ -112,15 +112,15 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, py
 
 
 def weftd_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """What `weftd` does with these arguments; how it starts is tested with the real program."""
+    """Run `weftd` with these arguments in a forked process; its start as a program is tested elsewhere."""
     return run_forked("-m", "weft_server", *map(str, arguments))
 
 
 def tinker_command(server: Weftd, *arguments: str, key: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Tinker's command line, in a process of its own, as its clients share one loop of a process."""
+    """Tinker's command line, in a process of its own: within one process all of its clients share one event loop."""
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": key or server.key()}
     done = run_forked("-m", "tinker.cli", *arguments, env=environment)
-    if done.returncode == -signal.SIGABRT:  # Tinker's own threads, at its exit, on a machine that is busy
+    if done.returncode == -signal.SIGABRT:  # Tinker's threads can fail at its exit on a busy machine
         done = run_forked("-m", "tinker.cli", *arguments, env=environment)
     return done
 
@@ -135,7 +135,7 @@ def weftd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weftd]:
 
 @pytest.fixture
 def own_weftd(tmp_path: Path) -> Iterator[Callable[..., Weftd]]:
-    """Servers of a test's own, to be killed at will."""
+    """Makes servers for one test alone, which may kill them."""
     started: list[Weftd] = []
 
     def start(*options: str) -> Weftd:

@@ -10,7 +10,7 @@ from tinker import types
 
 
 def off(on_cpu: float, on_gpu: float) -> float:
-    """How far something may be off where these tests run."""
+    """The tolerance for a difference, by the device that the tests run on."""
     return on_gpu if torch.cuda.is_available() else on_cpu
 
 

@@ -1,5 +1,5 @@
-"""A production in small: API replicas and workers as processes of their own, on a real PostgreSQL and Redis, and either
-one folder or a real object store."""
+"""A small production: API replicas and workers as processes of their own, on a real PostgreSQL and Redis, with either
+one shared folder or a real object store."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ max_queued_ops_per_org = 500
 
 
 class Production:
-    """Everything that was started is killed by `close`. With a `store` every process has a data folder of its own."""
+    """The processes of a production, until `close` kills them. With a `store` each has a data folder of its own."""
 
     def __init__(self, folder: Path, database: str, redis: str, store: OwnStore | None = None) -> None:
         self.folder, self._database = folder, database
@@ -48,7 +48,7 @@ class Production:
         self._where = self._places(self.config)
 
     def serve(self, replicas: int) -> dict[str, Forked]:
-        """Replicas that are ready, by their URLs."""
+        """Start replicas and wait until they are ready. Returns their URLs."""
         started = [self._serve() for _ in range(replicas)]
         return {self._ready(process): process for process in started}
 
@@ -61,13 +61,13 @@ class Production:
         return self._start("worker", role)
 
     def ranks(self) -> Forked:
-        """A trainer of two processes."""
+        """Start a trainer of two processes."""
         config = self.folder / "ranks.toml"
         config.write_text(self.config.read_text().replace("[trainer]", "[trainer]\nranks = 2"))
         return self._start("worker", "trainer", where=self._places(config))
 
     def vllm(self) -> Forked:
-        """A generator of the other kind."""
+        """Start a generator that runs vLLM."""
         config = self.folder / "vllm.toml"
         kind = '[generator]\nengine = "vllm"\nvllm = { max_adapters = 4, max_rank = 8 }'
         config.write_text(self.config.read_text().replace("[generator]", kind))
@@ -84,7 +84,7 @@ class Production:
             return connection.execute(statement, values).fetchall()  # type: ignore[arg-type]
 
     def leader(self, urls: Iterable[str], within_s: float = 60) -> str:
-        """Which of the replicas leads."""
+        """The replica that leads."""
         deadline = time.monotonic() + within_s
         headers = {"X-API-Key": self.key("operator")}
         while time.monotonic() < deadline:
@@ -122,7 +122,7 @@ class Production:
         return process
 
     def program(self, *command: str, where: list[str] | None = None) -> tuple[list[str], dict[str, str]]:
-        """What `weftd` is given for such a process, and its environment."""
+        """The command line and the environment of such a process."""
         arguments = [command[0], "--data-dir", self._data(), *(where or self._where), *command[1:]]
         return arguments, os.environ | {"OMP_NUM_THREADS": "1"} | self._environment()
 
@@ -140,7 +140,7 @@ class Production:
 def production_of(
     folder: Path, postgres: PostgresServer, template: str, redis: str, store: OwnStore | None = None
 ) -> Iterator[Production]:
-    """On a database of its own."""
+    """A production on a database of its own."""
     name = postgres.create(template)
     made = Production(folder, postgres.url(name), redis, store)
     try:

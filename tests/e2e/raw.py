@@ -1,4 +1,4 @@
-"""The protocol by hand: requests as bytes, over connections that may break wherever a test says."""
+"""The protocol by hand: requests as bytes, over connections that break wherever a test wants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROTOBUF = "application/x-protobuf"
 
 @dataclass(frozen=True)
 class Post:
-    """One request: path below /api/v1, and body."""
+    """One request: its path below /api/v1, and its body."""
 
     path: str
     body: bytes
@@ -57,7 +57,7 @@ class RawClient:
         return self.http.post(f"/{post.path}", content=post.body, headers={"Content-Type": post.content_type})
 
     def broken_post(self, post: Post, sent_share: float) -> None:
-        """Send that share of the body (all of it: 1), and hang up without waiting for the answer."""
+        """Send that share of the body (1: all of it), then hang up without waiting for the answer."""
         host, port = self.address.split(":")
         head = (
             f"POST /api/v1/{post.path} HTTP/1.1\r\nHost: {self.address}\r\nX-API-Key: {self.key}\r\n"
@@ -67,7 +67,7 @@ class RawClient:
             connection.sendall(head.encode() + post.body[: int(len(post.body) * sent_share)])
 
     def result(self, request_id: str) -> bytes:
-        """What came of an operation; protobuf or JSON."""
+        """The result of an operation, from protobuf or JSON."""
         while True:
             body = {"request_id": request_id, "allow_metadata_only": False}
             reply = self.http.post("/retrieve_future", json=body, headers={"Accept": f"{PROTOBUF}, application/json"})

@@ -1,4 +1,4 @@
-"""Whatever is sent to the API, the server answers with an error of the client's, and goes on."""
+"""Whatever is sent to the API, the server answers that the request is wrong, and goes on serving."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.raw import Post, RawClient, train_post
 from tests.search import examples
 
-if TYPE_CHECKING:  # each process that collects tests would take two seconds to import it
+if TYPE_CHECKING:  # not imported by each process that collects tests: it takes two seconds
     import schemathesis
 
 pytestmark = pytest.mark.server
 
-#: Examples of each operation. All of them together take well below a minute.
+#: Examples for each operation. All of them together take well below a minute.
 EXAMPLES = 4
-#: The operations are tried in so many tests. What is sent to them is thought of in the test: not in each process that
-#: collects it.
+#: The operations of the API are shared out among so many tests. Each test makes its requests when it runs, not when it
+#: is collected.
 PARTS = 8
 ME = f"{PREFIX}/auth/apikey/me"
-#: Whoever deletes the first has no key any more; whoever has a budget may have nothing to spend. By who asks there.
+#: Requests here are made with keys of other organisations, by their names: one deletes the key that calls it, the other
+#: sets a budget, which may leave nothing to spend.
 ENDING = {ME: "that ends", f"{PREFIX}/weft/budgets": "that saves"}
-#: Checkpoints: one is deleted, or made to expire; the other is asked for by all that comes.
+#: Checkpoints: requests that delete one, or let it expire, name the first; all others name the second.
 ENDS, STAYS = "ends", "stays"
-#: Statuses that say that the server is at fault; 503 is a server that is stopping.
+#: Statuses that say that the server is at fault; 503 too, since this server is not stopping.
 FAULTS = range(500, 600)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server of its own, with something behind the ids that requests name."""
+    """A server, and the ids of things on it for requests to name."""
 
     client: RawClient
     known: dict[str, Any]
     turn: Iterator[int]
     session: requests.Session
-    #: Of other organisations, for what is asked at ENDING.
+    #: The keys for requests to ENDING, by path.
     keys: dict[str, str]
 
     def fill_in(self, given: Any, path: str = "") -> Any:
-        """Every other time, ids that exist, so that requests get past the look-up; what is waited for is short."""
+        """Every other time, put in ids that exist, so that requests get past the look-up; and keep waits short."""
         if not isinstance(given, dict) or next(self.turn) % 2:
             return given
         filled = {name: self.known.get(name, value) for name, value in given.items()}
@@ -94,7 +95,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         "model": BASE_MODEL,
     }
     with requests.Session() as session:
-        session.trust_env = False  # to look for proxies takes longer than to send
+        session.trust_env = False  # looking for proxies takes longer than the request
         yield Target(client, known, itertools.count(), session, {at: server.key(name) for at, name in ENDING.items()})
     me = httpx.get(f"{server.url}{ME}", headers={"X-API-Key": client.key})
     assert me.status_code == 200, "nothing was looked at any more: the requests had ended their own key"
@@ -109,7 +110,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 @cache
 def api() -> schemathesis.BaseSchema:
-    """As the document says."""
+    """The API as its OpenAPI document describes it."""
     import schemathesis
 
     whole = document(front())
@@ -144,7 +145,7 @@ def is_no_fault(case: schemathesis.Case[Any], target: Target) -> None:
     where, key = f"http://{target.client.address}", target.keys.get(case.path, target.client.key)
     reply = case.call(base_url=where, session=target.session, headers={"X-API-Key": key})
     assert reply.status_code not in FAULTS, f"{case.method} {case.formatted_path}: {reply.text}"
-    operation = api().raw_schema["paths"][case.path].get(case.method.lower())  # other methods are tried, too
+    operation = api().raw_schema["paths"][case.path].get(case.method.lower())  # also other methods are tried
     assert str(reply.status_code) in (operation["responses"] if operation else {"405"}), (
         f"{case.method} {case.formatted_path}: {reply.status_code} {reply.text}"
     )

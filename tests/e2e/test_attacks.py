@@ -1,6 +1,6 @@
-"""A tenant that means harm, ten times at once: the others go on, and the server stays as large as it was.
+"""A malicious tenant attacks ten times at once: others are served, and the server does not grow.
 
-The attacks are those of bench/parts/attacks.py; each took seconds to minutes of everybody's time, or gigabytes."""
+The attacks are those of bench/parts/attacks.py; each once cost everybody seconds to minutes, or gigabytes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.e2e.conftest import Weftd
 pytestmark = pytest.mark.server
 
 AT_ONCE = 10
-#: What /healthz may take, at worst; tried again, for the machine may be busy with other things.
+#: The longest that /healthz may take; tried again, because the machine may be busy with other things.
 LONGEST_S, TRIES = 0.5, 3
 MOST_GROWTH = 300 << 20
 
 
 @dataclass(frozen=True)
 class Rehearsal(Target):
-    """Keeps what is to be sent packed, and sends nothing."""
+    """A client that packs what is to be sent and keeps it, without sending anything."""
 
     kept: list[tuple[str, bytes, dict[str, str]]] = field(default_factory=list)
 
@@ -33,7 +33,7 @@ class Rehearsal(Target):
 
 
 def attack_of(name: str) -> Attack:
-    """What unpacks to 60 MB and more is made once: ten who make it take this process's time from who asks /healthz."""
+    """An attack; one of 60 MB or more unpacked is made once, for making it delays our own requests to /healthz."""
     if name not in ("packed_json", "packed_telemetry", "packed_empty_data", "webhook"):
         return ATTACKS[name]
     rehearsal = Rehearsal("", "")

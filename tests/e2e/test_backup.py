@@ -1,4 +1,4 @@
-"""A backup that is taken while tenants work is put back elsewhere: runs go on to the same bits, for the same money."""
+"""A backup that is taken while tenants work is restored elsewhere: runs go on to the same bits, at the same cost."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.server
 
 #: Steps of each tenant before the backup begins, and after it is made.
 BEFORE, AFTER = 4, 4
-#: A snapshot every few steps, each of which deletes the one before it: what a backup may miss.
+#: A snapshot every few steps, each of which deletes the one before: files that a backup may miss.
 CONFIG = "[trainer]\nsnapshot_every_tokens = 100\n"
 
 
 class Tenant:
-    """An official client that trains step by step, samples in between, and writes down what it was told."""
+    """A tenant with an official client that trains step by step, samples in between, and notes all answers."""
 
     def __init__(self, server: Weftd, name: str) -> None:
         self.service = tinker.ServiceClient(base_url=server.url, api_key=server.key(name))
@@ -37,7 +37,7 @@ class Tenant:
         self.stop = threading.Event()
 
     def train(self, start: int, end: int | None = None) -> None:
-        """To step `end`, or until told to stop; step k is the operations 2k + 1 and 2k + 2 of the run."""
+        """Train up to step `end`, or until told to stop; step k is the operations 2k + 1 and 2k + 2 of the run."""
         for step in itertools.count(start):
             if step == end or self.stop.is_set():
                 return
@@ -103,18 +103,18 @@ def wait_for_steps(tenants: list[Tenant], count: int) -> None:
 
 
 def go_on(tenant: Tenant, last_seq: int, end: int) -> None:
-    """As a client that had been stopped when the backup was taken: with the number of the last operation there."""
+    """Go on like a client that stopped when the backup was taken: from the number of the last operation in it."""
     step, half = divmod(last_seq, 2)
     tenant.run._request_id_counter = tenant.run._turn_counter = last_seq
     tenant.losses = []
     tenant.stop.clear()
-    if half:  # the gradient of that step is there, its optimizer step is not
+    if half:  # the backup has the gradient of that step, but not its optimizer step
         tenant.run.optim_step(ADAM).result(timeout=60)
     tenant.train(step + half, end)
 
 
 def money(folder: Path) -> Counter[tuple[str, str, str]]:
-    """Tokens and nano-dollars of each organisation and kind; what hours of storage cost depends on the clock."""
+    """Tokens and nano-dollars of each organisation and kind, without storage, whose cost depends on the clock."""
     query = """select o.name, kind, sum(quantity), sum(amount_nusd) from usage_events u join organisations o
                on o.id = u.org_id where kind != 'storage' group by o.name, kind"""
     found = Counter[tuple[str, str, str]]()

@@ -1,4 +1,4 @@
-"""A mistake gets a clear, permanent error at once, touches nobody else, and the server goes on."""
+"""A mistake in a request gets a clear, permanent error at once and harms nobody else, and the server goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Official = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def _quickly_and_still_up(weftd: Weftd) -> Any:
-    """None of these may be retried for minutes, and none may harm the server."""
+    """No mistake here may be retried for minutes, and none may harm the server."""
     start = time.monotonic()
     yield
     assert time.monotonic() - start < 20
@@ -122,7 +122,7 @@ def test_a_foreign_checkpoint_cannot_be_loaded_or_sampled(official: Official) ->
 
 
 def test_a_refused_operation_does_not_wedge_the_run(official: Official) -> None:
-    """The SDK has given the refused operation a number; what follows must not wait for it for ever."""
+    """The SDK has given the refused operation a number; later operations must not wait for it for ever."""
     run = official("careless").create_lora_training_client(BASE_MODEL, rank=4).result()
     with pytest.raises(tinker.TinkerError):
         run.forward_backward([datum([50, 10_000_000])], "cross_entropy").result()
@@ -137,7 +137,7 @@ def test_a_name_used_twice_fails_at_once(run: Any) -> None:
         run.save_state("twice").result()
 
 
-HALF = "\ud83d"  # of a character: JSON in JSON may have spelled it, and UTF-8 has none
+HALF = "\ud83d"  # half of a character: JSON within JSON can spell it, UTF-8 cannot
 PLAIN = weft.Datum(weft.ModelInput.from_ints([50, 51]), {"target_tokens": [51, 52], "weights": [1.0, 1.0]})
 NOT_WRITTEN: dict[str, Callable[[weft.TrainingClient], Any]] = {
     "loss": lambda run: run.forward_backward([PLAIN], HALF),
@@ -164,7 +164,7 @@ def test_what_cannot_be_written_is_not_sent_and_the_run_goes_on(weftd: Weftd, ca
 
 
 def test_what_is_too_large_to_be_read_uses_no_number(weftd: Weftd) -> None:
-    """The server has not seen which number it had, and would wait for it."""
+    """The server has not read the request's number, and would wait for it."""
     with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("careless")) as service:
         run = service.create_lora_training_client(BASE_MODEL, rank=4)
         for _ in range(2):

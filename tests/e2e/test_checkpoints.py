@@ -1,4 +1,4 @@
-"""What is saved, with the official SDK and command line against a real server: resumed, exported, copied, managed."""
+"""Checkpoints, by the official SDK and command line on a real server: resumed, exported, copied, managed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def rest(weftd: Weftd) -> Any:
 
 @pytest.fixture
 def cli(weftd: Weftd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The official command line; its JSON."""
+    """Run the official command line; returns the JSON that it prints."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, fails: bool = False) -> Any:
@@ -120,7 +120,7 @@ class TestExternalWeights:
 
 
 def merged(export: Path) -> Any:
-    """The base model with the per-expert files of an export added to its weights, by their names alone."""
+    """The base model with an export's files for each expert added to its weights, by nothing but their names."""
     factors = load_file(export / "peft" / "adapter_model.safetensors")
     config = json.loads((export / "peft" / "adapter_config.json").read_text())
     folder = export / "merged"

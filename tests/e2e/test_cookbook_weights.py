@@ -42,7 +42,7 @@ def test_download_and_build_hf_model(
 
 
 def logprobs_of(folder: Path) -> np.ndarray:
-    """What `weights_of` asks a run for, of a transformers model."""
+    """The same as `weights_of` of a run, computed by a transformers model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for datum in supervised(seed=99):

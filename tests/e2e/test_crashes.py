@@ -1,4 +1,4 @@
-"""kill -9 of any process: what was accepted finishes, as if nothing had happened, and is billed once."""
+"""Any process is killed by kill -9: accepted operations finish as if nothing had happened, and are billed once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fingerprint(run: Any) -> np.ndarray:
 
 
 def billed(server: Weftd) -> tuple[int, int]:
-    """(finished training operations, usage events of them): equal when each is billed once."""
+    """(finished training operations, their usage events): equal if each is billed once."""
     with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:
         (done,) = db.execute(
             "select count(*) from operations where kind='forward_backward' and state='done'"
@@ -120,7 +120,7 @@ def test_a_killed_server_finishes_what_it_had_accepted(own_weftd: Start) -> None
 
 
 def test_accepted_and_then_killed_before_anyone_asked(own_weftd: Start) -> None:
-    """A client that vanishes with the server: its operation is there, finished, after the restart."""
+    """A client vanishes together with the server: after the restart its operation is there, and finished."""
     server = own_weftd()
     key = server.key()
     with httpx.Client(base_url=server.url, headers={"X-API-Key": key}, timeout=30) as http:
@@ -185,10 +185,10 @@ def test_whenever_it_stops_nothing_is_left_to_be_replayed(own_weftd: Start) -> N
 
 
 def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
-    """The front answers as soon as the journal is recovered; the workers are held back until it has."""
+    """The API answers as soon as the journal is recovered; the workers are held back until then."""
     server = own_weftd()
     key = server.key()
-    server.worker("trainer").suspend()  # what is accepted now is for the next one
+    server.worker("trainer").suspend()  # an operation that is accepted from now on is for the next server
     with httpx.Client(base_url=server.url, headers={"X-API-Key": key}, timeout=30) as http:
         created = http.post("/api/v1/create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"})
         body = {
@@ -218,7 +218,7 @@ def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
             eventually(answered)
             assert asked[0].status_code == 408
             assert asked[0].json()["queue_state_reason"].startswith("waiting for the trainer, which is starting")
-            assert ready.is_alive()  # "ready" is said when the workers are there
+            assert ready.is_alive()  # "ready" is logged once the workers are there
             nursery.resume()
             ready.join(60)
             while (reply := http.post("/api/v1/retrieve_future", json={"request_id": made})).status_code == 408:
@@ -243,7 +243,7 @@ def snapshot_of(server: Weftd, run_id: str) -> str:
 
 
 def test_trainers_that_do_not_live_long_get_a_large_operation_done(own_weftd: Start) -> None:
-    """Killed as soon as it has got any further, more often than an operation has lives."""
+    """The trainer is killed whenever the operation has advanced, more often than an operation may fail."""
     server = own_weftd()
     service = client(server)
     data = supervised(sequences=40, length=240)  # some 10,000 tokens in one operation

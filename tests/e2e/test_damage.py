@@ -1,5 +1,5 @@
-"""Files that are cut or gone: what is missing is named, to the operator and to the client, and nobody is given half of
-anything. A real server, the official SDK, and a hand on the files."""
+"""Damaged or missing files: the operator and the client are told which, and nobody gets half of anything. A real server
+and the official SDK, while the test harms the files."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def trained(own_weftd: Start) -> tuple[Weftd, Any]:
 
 @dataclass(frozen=True)
 class Harmed:
-    """A server that was stopped, and of each run one thing was harmed before it started again. `refusal` is what it
-    said while its database was gone, `result` the operation whose result was cut."""
+    """A server that was stopped, and started again after one thing of each run was harmed. `refusal`: what it said
+    while its database was gone; `result`: the operation whose result was cut."""
 
     server: Weftd
     cut_snapshot: Any
@@ -101,7 +101,7 @@ def broken_because(run: Any) -> str:
 
 
 def test_a_body_cut_short_breaks_the_run_and_says_so(trained: tuple[Weftd, Any]) -> None:
-    """The rebuilt run would go on with other weights."""
+    """Without the body the rebuilt run would go on with other weights."""
     server, run = trained
     (ref,) = rows(server, "select body_ref from operations where kind = 'forward_backward' order by seq limit 1")[0]
     cut(server.data_dir / "blobs" / ref)
@@ -148,7 +148,7 @@ def test_a_checkpoint_cut_short_is_neither_loaded_nor_handed_out(harmed: Harmed)
     answer = httpx.get(url, headers=headers)
     assert answer.status_code == 410, answer.text
     assert "damaged" in answer.json()["detail"]
-    train(run, range(4, 5))  # the run itself is as it was
+    train(run, range(4, 5))  # the run itself is unharmed
 
 
 def test_a_database_that_is_gone_is_not_begun_anew(harmed: Harmed) -> None:

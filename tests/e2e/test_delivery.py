@@ -1,7 +1,6 @@
-"""Operations duplicated, reordered and cut off on their way: a run ends as if each had come once, in order.
+"""Operations arrive twice, out of order or cut off: a run ends as if each had come once, in order.
 
-What a run computes is compared bitwise with the same operations sent one after the other.
-"""
+The results are compared bitwise with those of the same operations sent one after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.search import examples
 pytestmark = pytest.mark.server
 
 Step = Literal["forward_backward", "optim_step", "forward"]
-#: How one request travels: answered; sent but the answer lost; broken off half-way or before the body.
+#: What happens to one request: it is answered; its answer is lost; it breaks off half-way, or before the body.
 Fate = Literal["answered", "answer lost", "half sent", "head sent"]
 SHARES: dict[str, float] = {"answer lost": 1.0, "half sent": 0.5, "head sent": 0.0}
 
@@ -32,7 +31,7 @@ scripts = st.lists(st.sampled_from(["forward_backward", "optim_step", "forward"]
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> tuple[tuple[Step, ...], list[tuple[int, Fate]]]:
-    """What a run does, and every attempt to send a part of it, in the order of sending."""
+    """The operations of a run, and every attempt to send a part of it, in the order of sending."""
     script = (*draw(scripts), "forward_backward", "optim_step", "forward")
     fates = st.sampled_from(["answered", "answer lost", "half sent", "head sent"])
     attempts = draw(st.lists(st.tuples(st.integers(0, len(script) - 1), fates), max_size=2 * len(script)))
@@ -47,7 +46,7 @@ def client(weftd: Weftd) -> RawClient:
 
 @pytest.fixture(scope="module")
 def in_order(client: RawClient) -> Callable[[tuple[Step, ...]], list[Any]]:
-    """What the operations of a script return when each is sent once, in order."""
+    """The results of a script's operations when each is sent once, in order."""
 
     @cache
     def results(script: tuple[Step, ...]) -> list[Any]:
@@ -100,7 +99,7 @@ def test_another_operation_under_a_used_number_is_refused_and_changes_nothing(cl
 
 
 def posts(run_id: str, script: tuple[Step, ...]) -> list[Post]:
-    """The requests of a script; each step's data and rate differ from those of the others."""
+    """The requests of a script; each step has data and a rate of its own."""
 
     def post(seq: int, step: Step) -> Post:
         if step == "optim_step":
@@ -121,7 +120,7 @@ DATA = [_datum(3, 12)]
 
 
 def _result(client: RawClient, step: Step, reply: Any) -> Any:
-    """An optimizer step's metrics; else all logprobs, and metrics."""
+    """The metrics of an optimizer step; of another operation all logprobs and metrics."""
     assert reply.status_code == 200, reply.text
     payload = client.result(reply.json()["request_id"])
     if step == "optim_step":

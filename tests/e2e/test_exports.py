@@ -1,4 +1,4 @@
-"""`weft download` gives a folder that stock PEFT loads rightly; its `verify.py` says so, or that it does not."""
+"""A folder that `weft download` writes loads rightly in stock PEFT, and its `verify.py` tells whether it does."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Weft = Callable[..., Result]
 
 @pytest.fixture(scope="module")
 def checkpoints(weftd: Weftd) -> dict[str, str]:
-    """A trained adapter with all its parts, under a path of each kind."""
+    """A trained adapter with all its parts, saved in each way: its path by the method that saved it."""
     with client(weftd) as service:
         run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=5)
         train(run, 6)
@@ -37,14 +37,14 @@ def checkpoints(weftd: Weftd) -> dict[str, str]:
 
 @pytest.fixture
 def command(weftd: Weftd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Weft:
-    """`weft`, in this process: peft and transformers take seconds to import."""
+    """Run `weft` in this process: importing peft and transformers takes seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     environment = {"WEFT_BASE_URL": weftd.url, "WEFT_API_KEY": weftd.key("loom")}
     return lambda *arguments: CliRunner().invoke(main, arguments, env=environment)
 
 
-#: Runs the scripts of several folders, and prints how each ended and what it said.
+#: Runs the verify.py of several folders, and prints how each ended and what it said.
 ONE_BY_ONE = """
 import io, json, runpy, sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -61,8 +61,8 @@ for folder in folders:
 
 
 def verified(*folders: Path, alone: bool = False) -> list[tuple[int, str]]:
-    """What each folder's own script says, by this environment's peft and transformers; `alone`: where nothing of Weft
-    is, by a process that imports them anew."""
+    """What each folder's own script says with this environment's peft and transformers. `alone`: in a new process,
+    where Weft cannot be imported."""
     program = ("-c", ONE_BY_ONE, str(TINY_PATH), *map(str, folders))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if alone:
@@ -91,7 +91,7 @@ def test_a_download_loads_in_stock_peft(checkpoints: dict[str, str], command: We
 
 
 def test_what_does_not_load_rightly_is_noticed(checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
-    """Tinker's own layout, which PEFT loads as attention alone and without a word."""
+    """Tinker's own layout: PEFT loads only its attention, without a warning."""
     path = checkpoints["save_weights_for_sampler"]
     assert command("download", path, "--to", "adapter").exit_code == 0
     assert command("verify", "adapter", "--base", str(TINY_PATH)).exit_code == 0
@@ -153,14 +153,14 @@ def test_what_is_refused_leaves_what_was_there(checkpoints: dict[str, str], comm
 
 
 def test_a_reference_goes_with_its_adapter(checkpoints: dict[str, str], command: Weft, tmp_path: Path) -> None:
-    """Of another adapter, it would say of this one that it is loaded wrongly."""
+    """With another adapter, it would say that this one is loaded wrongly."""
     assert command("download", checkpoints["save_state"], "--to", "adapter").exit_code == 0
     assert (tmp_path / "adapter" / "reference.json").exists()
     assert command("download", checkpoints["save_state"], "--to", "adapter", "--no-reference").exit_code == 0
     assert not (tmp_path / "adapter" / "reference.json").exists()
 
 
-#: `weft download`, killed at the n-th time that something is written for good.
+#: `weft download`, killed when it writes a file to its final place for the n-th time.
 KILLED = """
 import os, signal, sys
 import safetensors.numpy
@@ -185,8 +185,8 @@ main(sys.argv[2:])
 def test_a_download_that_is_killed_leaves_no_adapter_that_loads_as_another(
     weftd: Weftd, checkpoints: dict[str, str], command: Weft, tmp_path: Path
 ) -> None:
-    """vLLM takes an unembedding without a word, and computes something else: so a folder must not have it for a
-    moment."""
+    """vLLM loads an unembedding without an error but computes something else, so a folder for vLLM must never have one,
+    not even for a moment."""
     options = ["--for", "vllm", "--leave-out-unembedding", "--to"]
     assert command("download", checkpoints["save_state"], *options, "whole").exit_code == 0
     whole, adapter = held_by(tmp_path / "whole"), ("adapter_config.json", "adapter_model.safetensors")
@@ -196,7 +196,7 @@ def test_a_download_that_is_killed_leaves_no_adapter_that_loads_as_another(
         arguments = [str(writes), "download", checkpoints["save_state"], *options, folder]
         done = run_forked("-c", KILLED, *arguments, env=environment)
         found = held_by(tmp_path / folder)
-        if "adapter_config.json" in found:  # else no reader takes it
+        if "adapter_config.json" in found:  # without this file nobody would load the folder
             assert [found.get(name) for name in adapter] == [whole[name] for name in adapter], writes
         if done.returncode == 0:
             assert "adapter_config.json" in found

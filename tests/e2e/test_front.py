@@ -1,5 +1,5 @@
-"""The front of a real server as strangers and proxies reach it: webhooks of anybody's, Host headers that are paths, and
-a proxy on another address than this machine's own."""
+"""How strangers and proxies reach a real server: webhooks from anybody, Host headers that contain paths, and a proxy
+that does not run on this machine."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ class TestWebhooks:
     def send(self, server: Weftd, body: bytes, headers: dict[str, str]) -> httpx.Response:
         return httpx.post(f"{server.url}/api/v1/stripe/webhook", content=body, headers=headers, timeout=60)
 
-    def test_a_signed_one_is_taken(self, server: Weftd) -> None:
+    def test_a_signed_webhook_is_taken(self, server: Weftd) -> None:
         body, signature = signed({"id": "evt_1", "object": "event", "type": "x", "data": {}}, WEBHOOK_SECRET)
         reply = self.send(server, body, {"stripe-signature": signature})
         assert reply.status_code == 200, reply.text
 
-    def test_a_large_one_is_not_read(self, server: Weftd) -> None:
+    def test_a_large_webhook_is_not_read(self, server: Weftd) -> None:
         body, signature = signed({"id": "evt_2", "padding": "x" * (256 * 1024)}, WEBHOOK_SECRET)
         reply = self.send(server, body, {"stripe-signature": signature})
         assert (reply.status_code, "262144 bytes" in reply.text) == (413, True)
 
-    def test_a_packed_one_is_not_unpacked(self, server: Weftd) -> None:
+    def test_a_packed_webhook_is_not_unpacked(self, server: Weftd) -> None:
         body, signature = signed({"id": "evt_3"}, WEBHOOK_SECRET)
         headers = {"stripe-signature": signature, "content-encoding": "zstd"}
         assert self.send(server, zstandard.compress(body), headers).status_code == 415
 
 
 class TestHosts:
-    """What a route may show never depends on the Host header."""
+    """The Host header never decides what a route may show."""
 
     HOSTS = ("x/../../", "x/api/v1/healthz?", "x#", "@y", "x\\..", "a b")
 
@@ -84,7 +84,7 @@ class TestHosts:
     def test_frameworks_that_put_the_host_into_paths(
         self, world: World, host: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Older Starlettes: a link for one session opens no other, and none is refused."""
+        """As older Starlettes do: a link for one session opens no other, and none is refused."""
 
         def url(request: Request) -> URL:
             headers = dict(request.scope["headers"])
@@ -101,7 +101,7 @@ class TestHosts:
 
 
 class Forwarding(BaseHTTPRequestHandler):
-    """A proxy at PROXY: passes on what comes, and says for whom."""
+    """A proxy at PROXY: forwards requests, and says for whom."""
 
     to = ""
 
@@ -150,7 +150,7 @@ class TestProxy:
         return str(reply.json()["session_id"])
 
     def address_of(self, server: Weftd, session_id: str) -> str:
-        """Where the audit log says that a session was made from."""
+        """The address in the audit log from which a session was made."""
         with sqlite3.connect(server.data_dir / "weft.db") as database:
             rows = database.execute("SELECT ip FROM audit_log WHERE target = ?", (session_id,)).fetchall()
         (found,) = rows
@@ -169,10 +169,10 @@ class TestProxy:
     def test_the_audit_log_has_the_client_and_not_the_proxy(self, server: Weftd, proxy: str) -> None:
         with self.client(proxy) as http:
             assert self.address_of(server, self.session(http, server.key())) == CLIENT
-        with self.client(proxy, **{"x-forwarded-for": "198.51.100.7"}) as http:  # the client's own word
+        with self.client(proxy, **{"x-forwarded-for": "198.51.100.7"}) as http:  # the address that the client claims
             assert self.address_of(server, self.session(http, server.key())) == CLIENT
 
-    def test_others_are_not_believed(self, server: Weftd) -> None:
+    def test_headers_of_untrusted_senders_are_not_believed(self, server: Weftd) -> None:
         headers = {"x-forwarded-for": "198.51.100.7", "x-forwarded-proto": "https"}
         for source in (STRANGER, "127.0.0.1"):
             with self.client(server.url, source, **headers) as http:

@@ -1,5 +1,5 @@
-"""The blocks of the pages run as they stand: of each page first its shell, then its Python as one program, against one
-server. What cannot run here is in tests/pages.py."""
+"""The code of the documentation pages runs as printed: of each page first the shell commands, then its Python as one
+program, against one server. The few blocks that cannot run here are listed in tests/pages.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.forked import run_forked
 from tests.pages import PAGES, runnable
 
 pytestmark = pytest.mark.server
-#: Pages whose blocks run: in a test below, and in tests/e2e/test_rl_docs.py.
+#: Pages whose code runs: in a test below, or in tests/e2e/test_rl_docs.py.
 RUN = {"docs/rl.md"}
 
 
@@ -30,7 +30,7 @@ def program(page: str) -> str:
 
 @pytest.fixture
 def names(weftd: Weftd, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: Any) -> dict[str, Any]:
-    """What the page's program has made, `printed`: its lines, `shell`: its commands'. All in a folder of its own."""
+    """The names that a page's program defines, with `printed` (its lines) and `shell` (what its commands print)."""
     page = request.param
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEFT_BASE_URL", weftd.url)
@@ -101,7 +101,7 @@ def test_a_loop_of_tinker_s(names: dict[str, Any]) -> None:
 
 
 def test_the_same_loop_by_tinker_s_own_client(weftd: Weftd) -> None:
-    """Only the import is another one, and the tokenizer, which that client fetches from a hub."""
+    """Only the import differs, and the tokenizer, which that client fetches from a hub."""
     loop = program("docs/guides/from-tinker.md").replace("import weft as tinker", "import tinker")
     loop = loop.replace("from weft import types", "from tinker import types")
     loop, hubs = re.subn(r"training_client.get_tokenizer\(\).encode\(.*\)", "list(range(40, 50))", loop)

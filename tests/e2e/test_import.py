@@ -1,4 +1,4 @@
-"""An adapter that another tool has trained: imported, sampled from, trained on, with the official SDK."""
+"""An adapter that another tool has trained is imported, sampled from and trained on, with the official SDK."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK = 4
 
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
-    """In PEFT's layout and bfloat16, with a pair of factors for each expert."""
+    """An adapter in PEFT's layout and bfloat16, with a pair of factors for each expert."""
     shape = AdapterShape(read_config("tiny", TINY_PATH), RANK, train_unembed=False, shared=False)
     adapter = Adapter.init(shape, seed=3, scale=2.0)
     for slot in shape.slots.values():

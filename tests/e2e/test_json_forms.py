@@ -1,4 +1,4 @@
-"""Clients from before protobuf: JSON bodies and JSON results say the same as the protobuf ones."""
+"""Clients older than protobuf: JSON bodies and JSON results say the same as protobuf does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def client(weftd: Weftd) -> RawClient:
 
 
 def as_json(client: RawClient, request_id: str) -> Any:
-    """A result as a client fetches it that accepts JSON alone."""
+    """The result as a client gets it that accepts only JSON."""
     body = {"request_id": request_id}
     reply = client.http.post("/retrieve_future", json=body, headers={"Accept": "application/json"})
     assert reply.status_code == 200, reply.text

@@ -1,4 +1,4 @@
-"""A custom loss that takes longer than it may, on a real server: its user is told so, and neighbours do not notice."""
+"""A custom loss that takes too long, on a real server: its user is told, and other tenants notice nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.server
 
 
 def sorting(logprobs: Any, weights: Any) -> Any:
-    """Milliseconds of work, where the server of this test allows a part of one."""
+    """A loss that takes milliseconds, where the server of this test allows less than one."""
     for _ in range(240):
         logprobs = logprobs.sort(dim=0)[0]
     return (logprobs * weights).sum(), {}
@@ -35,7 +35,7 @@ def fails(run: Any, loss_id: str) -> str:
 
 
 def ended(server: Weftd) -> int:
-    """Trainers that have ended themselves."""
+    """How often a trainer has ended itself."""
     return server.log().count("trainer was killed by SIGALRM")
 
 
@@ -76,13 +76,13 @@ def test_a_loss_that_takes_too_long_fails_alone_and_for_good(own_weftd: Callable
     server.kill()
     server.start()
     np.testing.assert_array_equal(fingerprint(neighbour), expected[1])
-    hostile.forward(supervised(), "cross_entropy").result(timeout=120)  # the run itself goes on
+    hostile.forward(supervised(), "cross_entropy").result(timeout=120)  # the run itself is still usable
     assert ended(server) == 1
 
 
 @pytest.mark.timeout(600)
 def test_over_redis_a_trainer_ends_itself_and_the_one_that_stands_by_goes_on(production: Production) -> None:  # noqa: F811
-    """Nobody restarts a worker of another machine here: it ends itself, and the leader knows over whose loss."""
+    """Nobody restarts a worker on another machine: it ends itself, and the leader knows whose loss was to blame."""
     production.config.write_text(production.config.read_text().replace("[trainer]", "[trainer]\nloss_limit_s = 1e-4"))
     trainers = [production.worker("trainer") for _ in range(2)]
     (url,) = production.serve(1)

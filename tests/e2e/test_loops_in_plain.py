@@ -1,5 +1,5 @@
-"""The loops of `weft.rl` against the same training in float64: plain torch, transformers and peft, and the formulas as
-the papers have them. After three steps the weights are the same."""
+"""The loops of `weft.rl` do what the papers' formulas say: after three steps the weights equal those of the same
+training in float64 by plain torch, transformers and peft."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from workers.model.tiny import TINY_PATH
 pytestmark = pytest.mark.server
 
 STEPS, RATE = 3, 2e-2
-#: With so large an eps, and no clip, what is wrong by a factor shows.
+#: With such a large eps and no clipping, a wrong factor shows in the weights.
 ADAM = AdamParams(eps=1e-2, weight_decay=0.1)
 TASKS = [{"prompt": f"What is {a} + {a}?", "answer": str(2 * a)} for a in range(1, 4)]
 
 
 class InPlain:
-    """A run's adapter as it is now, in peft and float64."""
+    """A run's present adapter, in peft and float64."""
 
     def __init__(self, run: weft.TrainingClient, folder: Path) -> None:
         saved = run.save_weights_for_sampler(folder.name).result(60)
@@ -47,7 +47,7 @@ class InPlain:
         return torch.cat([weight.detach().flatten() for weight in self.weights])
 
     def logprobs(self, ids: list[int], drawn: Any) -> Tensor:
-        """Of the drawn ones of `ids`."""
+        """Log-probabilities of the drawn tokens among `ids`."""
         lp = torch.log_softmax(self.model(torch.tensor([ids])).logits[0, :-1], -1)
         own: Tensor = lp.gather(1, torch.tensor(ids[1:])[:, None])[:, 0][torch.tensor(drawn[1:], dtype=torch.bool)]
         return own
@@ -61,7 +61,7 @@ class InPlain:
 @pytest.fixture
 def run(weftd: Weftd) -> Iterator[weft.TrainingClient]:
     with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("in-plain")) as service:
-        only = {"train_mlp": False, "train_unembed": False}  # experts share factors, which peft does not
+        only = {"train_mlp": False, "train_unembed": False}  # experts share factors here, which peft cannot
         yield service.create_lora_training_client(BASE_MODEL, rank=4, seed=1, **only).result(60)
 
 
@@ -73,7 +73,7 @@ def assert_same(run: weft.TrainingClient, plain: InPlain, folder: Path) -> None:
 
 
 def answered(tokenizer: Any, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Prompt and answer in the model's chat format, and which of the tokens are the answer's and its end."""
+    """Prompt and answer in the model's chat format, and which tokens belong to the answer and its end."""
     read = tokenizer.encode(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
     said = tokenizer.encode(f"{answer}<|im_end|>")
     return read + said, [0] * len(read) + [1] * len(said)
@@ -121,7 +121,7 @@ async def two_turns(task: Any, chat: rl.Chat) -> float:
 
 
 def laid_out(turns: list[Turn]) -> tuple[list[int], list[int], Tensor]:
-    """Two turns of which the second extends the first: ids, which were drawn, and the sampler's logprobs of these."""
+    """Two turns; the second extends the first: ids, which of them were drawn, and the sampler's logprobs of those."""
     first, second = turns
     one, read = [*first.prompt, *first.tokens], second.prompt[len(first.prompt) + len(first.tokens) :]
     assert list(second.prompt[: len(one)]) == one
@@ -138,7 +138,7 @@ def clipped(lp: Tensor, q: Tensor, advantage: float) -> Tensor:
 def test_grpo_with_ppos_clip_is_its_papers_loss(
     run: weft.TrainingClient, schedule: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns of one conversation, advantages by their group's mean and deviation, the mean over drawn tokens."""
+    """Turns of one conversation; advantages from their group's mean and deviation; the mean over all drawn tokens."""
     plain, seen = InPlain(run, tmp_path / "start"), list[list[Group]]()
     made: Callable[..., Any] = Batch.data
     monkeypatch.setattr(Batch, "data", lambda self, *a, **k: seen.append(self.groups) or made(self, *a, **k))

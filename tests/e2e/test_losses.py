@@ -64,7 +64,7 @@ def test_a_custom_loss_of_another_session_is_not_found(official: Official) -> No
 
 
 def sampled_data(sampler: Any, *, logprobs: bool) -> list[types.Datum]:
-    """As the cookbook's rl_loop builds them: spans, and the sampler's logprobs unless the server is to find them."""
+    """Data as the cookbook's rl_loop builds them: spans, and the sampler's logprobs unless the server finds them."""
     start = prompt()
     params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=5, stop=[])
     data = []

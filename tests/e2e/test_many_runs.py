@@ -1,4 +1,4 @@
-"""Fifty runs on a trainer with memory for eight, which is killed on the way: each ends as if alone."""
+"""Fifty runs on a trainer with memory for eight, which is killed meanwhile: each run ends as if it had been alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def datum(seed: int) -> ArrayDatum:
 
 
 def first_part(run_id: str, number: int) -> list[Post]:
-    """A step of two forward_backwards, and a gradient towards the next."""
+    """One step from two forward_backwards, and a gradient for the next step."""
     return [
         train_post(run_id, 1, [datum(number)]),
         train_post(run_id, 2, [datum(number + 1000)]),
@@ -39,12 +39,12 @@ def first_part(run_id: str, number: int) -> list[Post]:
 
 
 def second_part(run_id: str, number: int) -> list[Post]:
-    """The next step, and a forward that shows where the run has come to."""
+    """The next step, and a forward whose logprobs show the run's weights."""
     return [optim_post(run_id, 5, 2e-3), train_post(run_id, 6, [datum(7)], forward_only=True)]
 
 
 def send(client: RawClient, posts: list[Post]) -> str:
-    """The request id of the last one."""
+    """Submit the operations; returns the request id of the last one."""
     replies = [client.post(post) for post in posts]
     assert [reply.status_code for reply in replies] == [200] * len(posts), replies[-1].text
     return str(replies[-1].json()["request_id"])
@@ -80,7 +80,7 @@ def pages(server: Weftd) -> int:
 
 
 def logprobs(result: bytes) -> list[float]:
-    """Of the only datum; an error is shown as the JSON that it is."""
+    """Logprobs of the only datum; of an error its JSON."""
     assert not result.startswith(b"{"), json.loads(result)
     [output], _ = decode_train_output(result)
     return [float(x) for x in output["logprobs"]]

@@ -18,7 +18,7 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 pytestmark = pytest.mark.server
 Official = Callable[..., Any]
 
-#: Refused before it is queued, and failing while it is computed.
+#: One batch is refused before it is queued; the other fails while it is computed.
 BAD = {"refused": ([10_000_000], [1.0]), "computed": ([52], [3.4e38])}
 PARTS = {"alone": 0, "amid a large batch": 1024}
 
@@ -34,7 +34,7 @@ def datum(kind: Any, targets: list[int], weights: list[float]) -> Any:
 
 
 class Ours:
-    """The same few calls with either client."""
+    """The few calls that the tests need, with either client."""
 
     kind: Any = weft
     adam: Any = staticmethod(weft.AdamParams)
@@ -80,7 +80,7 @@ def client(request: pytest.FixtureRequest, weftd: Weftd, official: Official) -> 
 @pytest.mark.parametrize("how", BAD)
 def test_a_step_behind_it_is_not_taken_once(client: Ours, how: str, around: str) -> None:
     client.backward([good(kind=client.kind)])
-    client.step().result(60)  # so that there is momentum
+    client.step().result(60)  # gives the optimizer momentum
     before = client.loss()
     others = [good(kind=client.kind)] * PARTS[around]
     backward, step = client.backward([*others, datum(client.kind, *BAD[how]), *others]), client.step()
@@ -99,7 +99,7 @@ def test_a_step_behind_it_is_not_taken_once(client: Ours, how: str, around: str)
 def test_microbatches_that_were_submitted_with_it_do_not_make_up_for_it(
     client: Ours, how: str, before: int, behind: int
 ) -> None:
-    """Nor when their client is told of the failure while it still sends them."""
+    """The step is refused also if its client learns of the failure while it still sends them."""
     loss = client.loss()
     data = [good(kind=client.kind)] * before + [datum(client.kind, *BAD[how])] + [good(kind=client.kind)] * behind
     microbatches, step = [client.backward([one]) for one in data], client.step()
@@ -122,7 +122,7 @@ def test_who_waits_for_each_microbatch_may_leave_one_out(client: Ours, how: str)
 
 @pytest.mark.parametrize("how", BAD)
 def test_who_was_told_and_goes_on_is_not_stopped(client: Ours, how: str) -> None:
-    """Data that are corrected and sent again, and a batch that is left out."""
+    """Data may be corrected and sent again, or the failed batch left out."""
     for _ in range(2):
         with pytest.raises(client.failed):
             client.backward([datum(client.kind, *BAD[how])]).result(60)
@@ -133,7 +133,7 @@ def test_who_was_told_and_goes_on_is_not_stopped(client: Ours, how: str) -> None
 
 @pytest.mark.parametrize("how", BAD)
 def test_the_same_step_again_is_taken(client: Ours, how: str) -> None:
-    """The gradient of what was good is still there."""
+    """The gradient of the good data is still there."""
     before = client.loss()
     client.backward([good(53, client.kind)]).result(60)
     bad, step = client.backward([datum(client.kind, *BAD[how])]), client.step()
@@ -155,7 +155,7 @@ def test_a_step_that_counts_on_weights_which_were_not_loaded_is_not_taken(client
     with pytest.raises((weft.WeftError, tinker.TinkerError), match="nobody"):
         load.result(60)
     assert client.loss() == before
-    client.step().result(60)  # by the gradient on the weights that it has
+    client.step().result(60)  # by the gradient on the weights that the run has
     assert client.loss() < before
 
 

@@ -1,4 +1,4 @@
-"""Other base models beside each other, and those that cannot be served."""
+"""Several base models on one server, and models that cannot be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Money over the unmodified official SDK and command line: paused by 402, going on after a top-up, bills that agree."""
+"""Money, by the unmodified official SDK and command line: 402 pauses a job until a top-up, and all bills agree."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PREPAID = '[billing]\nmode = "prepaid"\n'
 
 @pytest.fixture
 def prepaid(own_weftd: Callable[..., Weftd], tmp_path: Path) -> Weftd:
-    """A server on which nothing is had for nothing."""
+    """A server on which everything has a price."""
     config = tmp_path / "weft.toml"
     config.write_text(PREPAID)
     return own_weftd("--config", str(config))
@@ -68,7 +68,7 @@ def test_a_job_that_is_out_of_money_goes_on_after_a_top_up(prepaid: Weftd) -> No
     key = prepaid.key()
     operator(prepaid, "credit", "grant", "--org", "acme", "--usd", f"{step_nusd / 10**9:.9f}")
     service = tinker.ServiceClient(base_url=prepaid.url, api_key=key)
-    run = service.create_lora_training_client(BASE_MODEL, rank=4).result()  # costs nothing, but takes a balance
+    run = service.create_lora_training_client(BASE_MODEL, rank=4).result()  # is free, but needs a balance
 
     def train() -> list[float]:
         losses = []
@@ -83,7 +83,7 @@ def test_a_job_that_is_out_of_money_goes_on_after_a_top_up(prepaid: Weftd) -> No
     while rows(prepaid, "select count(*) from usage_events") != [(1,)] and time.monotonic() < deadline:
         time.sleep(0.1)
     thread.join(2)
-    assert thread.is_alive()  # it waits, and says so in no error
+    assert thread.is_alive()  # the client waits, and no error tells its user
     assert ask(prepaid, "weft/balance")["available_nusd"] == 0
     operator(prepaid, "credit", "grant", "--org", "acme", "--usd", "1")
     thread.join(60)
@@ -134,7 +134,7 @@ def test_a_refusal_names_the_limit_and_takes_no_number(prepaid: Weftd) -> None:
 
 
 def test_admin_client_and_command_line_agree_with_the_ledger(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
-    """A run that trains, samples and saves; then every way to ask what it cost gives the same nano-dollars."""
+    """A run trains, samples and saves; then every way to ask for its cost gives the same nano-dollars."""
     import tinker
 
     server = own_weftd()
@@ -179,7 +179,7 @@ def test_admin_client_and_command_line_agree_with_the_ledger(own_weftd: Callable
 
 
 def meter_storage(server: Weftd) -> dict[str, int]:
-    """The hourly job, as if its checkpoint had been there for three hours."""
+    """The hourly metering of storage, as if the checkpoint had been stored for three hours."""
     from billing.metering.storage import meter
     from billing.prices import load_prices
     from store.database.db import Database

@@ -28,7 +28,7 @@ def losses(run: Any, steps: int, seed: int = 0) -> list[float]:
 
 
 def weights_of(run: Any) -> np.ndarray:
-    """What the run computes now: logprobs of a fixed batch, the fingerprint of its weights."""
+    """Logprobs of a fixed batch under the run's present weights, as their fingerprint."""
     outputs = run.forward(supervised(seed=99), "cross_entropy").result().loss_fn_outputs
     return np.concatenate([o["logprobs"].to_numpy() for o in outputs])
 
@@ -163,7 +163,7 @@ def test_a_saved_sampler_never_changes(official: Official) -> None:
 
 
 def test_custom_loss_of_the_client(official: Official) -> None:
-    """forward_backward_custom: a forward, the client's own autograd, and a weighted cross entropy."""
+    """forward_backward_custom is a forward, the client's own autograd, and a weighted cross entropy."""
     torch = pytest.importorskip("torch")
     run = official().create_lora_training_client(BASE_MODEL, rank=4).result()
 

@@ -1,4 +1,4 @@
-"""The OpenAI door as its official client, and curl, see it: over a real server."""
+"""The OpenAI-compatible API of a real server, as OpenAI's official client and curl see it."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ def test_a_prompt_in_any_of_openais_forms_is_the_same(client: openai.OpenAI, htt
 def test_an_echo_tells_the_prompt_as_lm_eval_reads_it(
     http: httpx.Client, service: weft.ServiceClient, prompt: Any
 ) -> None:
-    """Its log-likelihoods are sums over the prompt's log-probabilities, without that of the token that it has drawn; a
-    continuation is greedy where each token's is the largest of those told."""
+    """lm-eval adds up the prompt's log-probabilities, without that of the drawn token; it calls a continuation greedy
+    if the answer lists no likelier token at any of its places."""
     body = {"model": BASE_MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 2}
     plain, answer = (http.post("/v1/completions", json=body | more).json() for more in ({}, {"echo": True} | IDS))
     (choice,), tokens = answer["choices"], answer["prompt_token_ids"]
@@ -203,7 +203,7 @@ SEVERAL = ["3 + 5 =", "12", "na\u00efve 7 - 2 ="]
 
 @pytest.mark.parametrize("form", ["texts", "tokens"])
 def test_several_prompts_are_answered_as_each_by_itself(http: httpx.Client, form: str) -> None:
-    """lm-evaluation-harness sends as many as its batch has."""
+    """lm-evaluation-harness sends a batch of prompts in one request."""
     prompts = [http.post("/tokenize", json={"prompt": text}).json()["tokens"] if form == "tokens" else text
                for text in SEVERAL]  # fmt: skip
     body: dict[str, Any] = {"model": BASE_MODEL, "max_tokens": 6, "temperature": 0, "logprobs": 2, "echo": True} | IDS
@@ -239,7 +239,7 @@ def test_streams_of_several_prompts_have_their_indices(client: openai.OpenAI, se
     assert usage.completion_tokens == whole.usage.completion_tokens == used(service)["sample"] - before
 
 
-def test_what_has_no_place_in_the_context_is_named_as_its_door_does(http: httpx.Client) -> None:
+def test_what_exceeds_the_context_is_refused_by_each_doors_parameter_name(http: httpx.Client) -> None:
     long, draws = [1] * 2048, {"model": BASE_MODEL, "max_tokens": 1}
     said = [{"role": "user", "content": "3 " * 2048}]
     asked = {
@@ -254,7 +254,7 @@ def test_what_has_no_place_in_the_context_is_named_as_its_door_does(http: httpx.
     assert [error["param"] for error in errors] == ["prompt", "messages", "tokens", "input", "token_ids"]
 
 
-def test_a_token_that_the_model_has_not_is_named_as_its_door_does(http: httpx.Client) -> None:
+def test_bad_token_ids_and_stops_are_refused_by_each_doors_parameter_name(http: httpx.Client) -> None:
     draws, wrong = {"model": BASE_MODEL, "max_tokens": 1}, [1, 10**6]
     asked: list[tuple[str, str, dict[str, Any]]] = [
         ("prompt", "/v1/completions", {"prompt": wrong}),
@@ -415,10 +415,10 @@ def test_keys(weftd: Weftd) -> None:
 def test_a_client_that_leaves_stops_its_sample_and_pays_for_it(
     weftd: Weftd, http: httpx.Client, service: weft.ServiceClient
 ) -> None:
-    """What is drawn after a stream's reader has left is less than was drawn in a second while he read."""
+    """Once a stream's reader has left, fewer tokens are drawn than in one second while they read."""
     body = {"model": BASE_MODEL, "prompt": [50, 60], "max_tokens": 1900, "stop_token_ids": [1], "n": 4}
     body["return_token_ids"] = True
-    for stream in (False, True, True, True):  # a machine that is busy may draw slower while he reads than after
+    for stream in (False, True, True, True):  # a busy machine may draw slower while the stream is read than afterwards
         before = used(service).get("sample", 0)
         seen: list[tuple[float, int]] = []
 

@@ -1,4 +1,4 @@
-"""Out of money and back: the official SDK waits at 402, a card payment arrives by webhook, and its job goes on."""
+"""The official SDK runs out of money and waits at 402; a webhook reports a card payment, and its job goes on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_job_that_waits_for_money_goes_on_when_it_is_paid(
     )
     server = own_weftd("--config", str(config))
     headers = {"x-api-key": server.key()}
-    granted_nusd = 1000  # for nothing but the run, which takes a balance
+    granted_nusd = 1000  # pays for no work, but a run needs some balance to be created
     grant = ["credit", "grant", "--org", "acme", "--usd", f"{granted_nusd / 10**9:.9f}"]
     assert weftd_command(*grant, "--data-dir", server.data_dir).returncode == 0
     service = tinker.ServiceClient(base_url=server.url, api_key=server.key())
@@ -46,7 +46,7 @@ def test_a_job_that_waits_for_money_goes_on_when_it_is_paid(
     waiting: list[Any] = [run.forward_backward(supervised(seed=seed), "cross_entropy") for seed in range(2)]
     waiting.append(run.optim_step(ADAM))
     with pytest.raises(TimeoutError):
-        waiting[0].result(timeout=7)  # longer than the SDK's pause of 5 s: it was refused at least once
+        waiting[0].result(timeout=7)  # longer than the SDK's pause of 5 s, so the request was refused at least once
 
     def usage() -> Any:
         return httpx.get(f"{server.url}/api/v1/weft/usage", headers=headers, timeout=30).json()

@@ -1,4 +1,4 @@
-"""Policies in flight through the whole service: versions, staleness, cancelling with what there is."""
+"""Samples that follow a run as it trains: their versions and staleness, and cancelling them for what was drawn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 
 pytestmark = pytest.mark.server
 PROMPT = ModelInput.from_ints([40, 43, 46, 49])
-#: Longer than a few training steps take on any machine.
+#: Takes longer than a few training steps on any machine.
 LONG = SamplingParams(max_tokens=1900, stop=[], seed=1)
 GROUP = 4
 
@@ -42,7 +42,7 @@ def test_inflight_samples_follow_their_run_while_they_are_drawn(service: Service
     snapshot = run.save_weights_and_get_sampling_client()
     drawn = first.sample(PROMPT, GROUP, LONG, stream=True)
     kept = snapshot.sample(PROMPT, 1, LONG, stream=True)
-    first.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(60)  # by then the others run, too
+    first.sample(PROMPT, 1, SamplingParams(max_tokens=1)).result(60)  # by then the other samples are being drawn, too
     step(run)
     run.save_weights_and_get_sampling_client(kind="inflight").result(60)
     moved = set()
@@ -113,7 +113,7 @@ def result(http: httpx.Client, request_id: str) -> SampleResult:
 
 
 def sampled(server: Weftd) -> int:
-    """Tokens billed as sampled."""
+    """How many tokens were billed as sampled."""
     with sqlite3.connect(server.data_dir / "weft.db") as database:
         query = (
             "SELECT COALESCE(SUM(quantity), 0) FROM usage_events JOIN organisations o ON o.id = org_id "

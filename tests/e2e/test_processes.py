@@ -1,4 +1,4 @@
-"""The processes of a server that is started as an operator does: what they take, and what is left of them."""
+"""The processes of a server that is started as an operator does: the memory they take, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def production(
 
 
 def test_workers_of_replicas_become_their_programs(production: Production) -> None:
-    """`weftd worker` in a process of its own, which is the worker in the end."""
+    """`weftd worker` starts as a process of its own, which becomes the worker."""
     with ExitStack() as stack:
         workers = {}
         for role in ("trainer", "generator"):

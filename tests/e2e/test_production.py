@@ -1,5 +1,5 @@
-"""Several API replicas and workers share a database, a queue and an object store, and no folder: what is accepted
-anywhere ends, once, whoever is killed and whatever is away. One of the two trainers has two ranks."""
+"""Several API replicas and workers share a database, a queue and an object store, but no folder. Whatever is accepted
+anywhere finishes, once, whoever is killed and whatever fails. One of the two trainers has two ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.servers import OwnRedis, OwnStore, PostgresServer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 STEPS = 5
-#: The object store is away for so long.
+#: How long the object store is away.
 AWAY_S = 10.0
 PARAMS = types.SamplingParams(max_tokens=40, seed=1, stop=[])
-#: Nothing here takes so long, on any machine.
+#: No wait here takes that long, on any machine.
 PATIENCE_S = 240
 
 
@@ -64,7 +64,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(
     leader = production.leader(replicas)
     (other,) = replicas.keys() - {leader}
     key = production.key()
-    # The client stays with the replica that is never killed; the leader serves another one.
+    # The client stays with a replica that is never killed; the leader is another one.
     service = tinker.ServiceClient(base_url=other, api_key=key)
     there = tinker.ServiceClient(base_url=leader, api_key=key)
 
@@ -134,8 +134,8 @@ def train(run: Any, disturb: Callable[[int], None] = lambda step: None) -> list[
 
 
 def no_step_is_taken_without_its_gradient(service: tinker.ServiceClient) -> str:
-    """Through a replica that does not lead: it refuses data of which the leader has to hear, or a gradient overflows.
-    A microbatch that is sent behind it changes nothing; who was told, and sends another, goes on. Returns the run."""
+    """A replica that does not lead refuses data (the leader must hear of it), or a gradient overflows. A microbatch
+    sent behind it changes nothing; a client that was told, and sends another, goes on. Returns the run."""
     run = service.create_lora_training_client(BASE_MODEL, rank=4).result(timeout=PATIENCE_S)
 
     def backward(data: list[types.Datum]) -> Any:
@@ -181,7 +181,7 @@ def sample_request(http: httpx.Client) -> dict[str, Any]:
 
 
 def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
-    """Nothing new is accepted, and results can be had; then it is back, and has forgotten everything."""
+    """While Redis is away nothing new is accepted, but results can be had; then it comes back, empty."""
     http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
     request = sample_request(http)
     accepted = http.post("/api/v1/asample", json=request).json()["request_id"]
@@ -196,13 +196,13 @@ def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
 
 
 def without_store(own_store: OwnStore, url: str, key: str) -> None:
-    """Nothing new that needs it is accepted for a while; it comes back while the caller goes on, with all it had."""
+    """While the store is away no work that needs it is accepted; it comes back whole as the caller goes on."""
     http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=60)
     request = sample_request(http)
     long = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [40, 43, 46] * 150}]}}
     own_store.stop()
     threading.Timer(AWAY_S, own_store.start).start()
-    assert "request_id" in http.post("/api/v1/asample", json=request).json()  # what is small lies in its row
+    assert "request_id" in http.post("/api/v1/asample", json=request).json()  # small results are in the database
     refused = http.post("/api/v1/asample", json=request | long | {"seq_id": 1})
     assert (refused.status_code, refused.json()["code"]) == (503, "cannot_store"), refused.text
     assert "object store does not answer (Unreachable)" in refused.json()["detail"]
@@ -211,7 +211,7 @@ def without_store(own_store: OwnStore, url: str, key: str) -> None:
 
 
 def downloaded_from_the_store(url: str, key: str, path: str, own_store: OwnStore) -> None:
-    """By a link that the server signs, which leads to one that the store signed; no key is asked for, and both end."""
+    """Follow our signed link to one that the store has signed; neither needs a key, and both expire."""
     run, kind, name = path.removeprefix("tinker://").split("/")
     archive = f"{url}/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/archive"
     assert httpx.get(archive).status_code == 401
@@ -225,7 +225,7 @@ def downloaded_from_the_store(url: str, key: str, path: str, own_store: OwnStore
 
 
 def inflight_samples_follow_their_run(url: str, key: str) -> None:
-    """And those that their clients want fresh end when it has moved on."""
+    """Samples follow their run; those whose clients want them fresh end once the run has moved on."""
     long = weft.types.SamplingParams(max_tokens=1000, stop=[], seed=1)
     start = weft.types.ModelInput.from_ints([40, 43, 46, 49])
     with weft.ServiceClient(base_url=url, api_key=key) as service:
@@ -245,11 +245,11 @@ def inflight_samples_follow_their_run(url: str, key: str) -> None:
 
 
 def a_stream_is_read_while_it_is_drawn(url: str, key: str) -> None:
-    """By our client and at OpenAI's door, though another process draws; and it ends where its reader says."""
+    """By our client and by OpenAI's, though another process draws; it ends where its reader stops it."""
     start = weft.types.ModelInput.from_ints([40, 43, 46, 49])
     with weft.ServiceClient(base_url=url, api_key=key) as service:
         sampler = service.create_sampling_client(base_model=BASE_MODEL).result(PATIENCE_S)
-        params = weft.types.SamplingParams(max_tokens=400, stop=[], seed=20)  # 152 tokens before an EOS
+        params = weft.types.SamplingParams(max_tokens=400, stop=[], seed=20)  # the model draws 152 tokens before an EOS
         whole = sampler.sample(start, 1, params, stream=True)
         early, seen = 0, list[int]()
         for part in whole:

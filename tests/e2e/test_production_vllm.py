@@ -1,4 +1,4 @@
-"""vLLM behind the queue that replicas share: it serves base model and adapter, follows a policy, and may be killed."""
+"""vLLM at the queue that replicas share: it serves base model and adapters, follows a policy, and may be killed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytestmark = [
     pytest.mark.server,
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    # A string, which is asked when the test's turn comes: `.ci/run` builds it beside the tests before.
+    # A string, because pytest evaluates it when the test's turn comes: `.ci/run` builds vLLM during earlier tests.
     pytest.mark.skipif("not (ROOT / '.vllm' / '.setup-done').is_file()", reason="there is no vLLM here (make vllm)"),
 ]
-#: Nothing here takes so long, on any machine.
+#: No wait here takes that long, on any machine.
 PATIENCE_S = 400
 START = ModelInput.from_ints([40, 43, 46, 49])
 
@@ -62,14 +62,14 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
     queue = redis.Redis.from_url(redis_url, decode_responses=True)
 
     def held_by(process: Any) -> int:
-        """How many samples this generator holds; a name ends with the process and a random word."""
+        """How many samples this generator holds; its name ends with its process id and a random word."""
         names = queue.zrange(f"{{weft:{SAMPLES}}}:w", 0, -1)
         return sum(
             int(queue.scard(f"{{weft:{SAMPLES}}}:h:{name}")) for name in map(str, names) if f"-{process.pid}-" in name
         )
 
     with weft.ServiceClient(base_url=url, api_key=production.key()) as service:
-        # Nobody else samples yet.
+        # No other client samples yet.
         run = service.create_lora_training_client(BASE_MODEL, rank=4, seed=1, train_unembed=False)
         snapshot = run.save_weights_and_get_sampling_client()
         base = service.create_sampling_client(base_model=BASE_MODEL)
@@ -88,7 +88,7 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
         until(lambda: not held_by(vllm))
         vllm.kill()
         again = [tokens(sampler.sample(START, 1, greedy)) for sampler in (base, snapshot)]
-    assert again == expected  # the other engine's
+    assert again == expected  # a sample of the other engine
     assert production.query("select kind, error from operations where state = 'failed'") == []
     drawn = production.query("select policy -> 'drawn' from operations where kind = 'sample' and policy is not null")
     assert max(len(by_version) for (sequences,) in drawn for by_version in sequences) > 1
@@ -101,7 +101,7 @@ def tokens(future: Any) -> list[int]:
 
 def follows_its_run(run: Any) -> None:
     sampler = run.save_weights_and_get_sampling_client(kind="inflight").result(PATIENCE_S)
-    for _ in range(5):  # all may be drawn before the first step, or after the last, on a machine that is busy
+    for _ in range(5):  # on a busy machine all samples may be drawn before the first step, or after the last
         drawn = sampler.sample(START, 1, SamplingParams(max_tokens=500, seed=1, stop=[]))
         for _ in range(6):
             run.optim_step(weft.AdamParams(learning_rate=1e-3)).result(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""The queues of a real server: who goes first, what a client is told, and that the simulator tells the truth."""
+"""The queues of a real server: whose turn it is, what waiting clients are told, and that the simulator predicts it."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def operations(weftd: Weftd, organisation: str, kind: str = "sample") -> list[Op
 
 
 def begun(row: Operation) -> datetime | None:
-    """When it was given to the generator; None: it was cancelled before."""
+    """When the sample was given to the generator; None if it was cancelled before."""
     stretches = (row.timings or {}).get("stretches")
     return row.accepted_at + timedelta(microseconds=stretches[0][1]) if stretches else None
 
 
 def comes_late(weftd: Weftd, flood: weft.SamplingClient, late: weft.SamplingClient) -> None:
-    """One short request while a dozen of 40 long ones wait; those are cancelled when it has its answer."""
+    """Send a short request while at least a dozen of 40 long ones wait; cancel those once it is answered."""
     ask(late, 1).result()
     futures = [ask(flood, 300, seed).future() for seed in range(40)]
     for _ in range(600):
@@ -82,8 +82,8 @@ def comes_late(weftd: Weftd, flood: weft.SamplingClient, late: weft.SamplingClie
 
 
 def overtaken_by(late: Operation, others: list[Operation]) -> int:
-    """How many of `others` were given to the generator while `late` waited. Some were queued before it, and waited
-    when it came, or this says nothing."""
+    """How many of `others` were given to the generator while `late` waited. Asserts that some of them had been queued
+    before it and still waited when it came: else this would say nothing."""
     begins = [(row, begun(row)) for row in others]
     mine = begun(late)
     assert mine is not None
@@ -130,7 +130,7 @@ def datum(tokens: int) -> types.Datum:
 
 
 def test_who_trains_a_little_waits_for_one_pass_of_a_flood(server: tuple[Weftd, int]) -> None:
-    """Eight passes' worth is queued; what comes then is in the next pass that is put together."""
+    """Eight passes' worth of data is queued; later work of another tenant is in the very next pass."""
     weftd, _ = server
     flood, late = training_of(weftd, "much"), training_of(weftd, "little")
     queued = [flood.forward_backward([datum(500)] * 4, "cross_entropy") for _ in range(8)]
@@ -153,9 +153,9 @@ def test_who_trains_a_little_waits_for_one_pass_of_a_flood(server: tuple[Weftd, 
 @pytest.mark.timeout(900)
 @pytest.mark.long
 def test_the_simulator_tells_the_truth() -> None:
-    """For one tenant and for several. On a machine of its own within a tenth, which is what the command holds; beside
-    other tests, which take its processor while it measures, within a quarter in one of three tries: what others take
-    makes the prediction worse, never better."""
+    """For one tenant and for several. The command promises a tenth, on a machine of its own; beside other tests, which
+    take processor time while it measures, a quarter in one of three tries. Others' load makes the prediction worse,
+    never better."""
     tries = []
     while len(tries) < 3 and not (tries and tries[-1] <= 0.25):
         check = subprocess.run([BIN / "weftd", "simulate", "--check", "--json"], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A trainer of two ranks through a real server: whichever of them dies or hangs, clients see a pause."""
+"""A trainer of two ranks in a real server: whichever rank dies or hangs, clients see only a pause."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TENANTS = ("acme", "globex")
 
 
 def ranks_of(server: Weftd) -> list[psutil.Process]:
-    """The processes of the trainer's ranks."""
+    """The processes of all ranks of the trainer."""
     return [rank for number in range(2) for rank in named(server.worker("trainer"), f"weft-rank-{number}")]
 
 
 def train(
     server: Weftd, steps: int, found: dict[str, list[float]], before_step: Callable[[int], None], exports: Path
 ) -> dict[str, bytes]:
-    """Both tenants at once, so that each rank has a run. The trained adapters as files, by tenant."""
+    """Train both tenants at once, so that each rank has a run. Returns the trained adapters as files, by tenant."""
     runs = {}
     for tenant in TENANTS:
         service = tinker.ServiceClient(base_url=server.url, api_key=server.key(tenant))
@@ -53,9 +53,9 @@ def train(
     return files
 
 
-#: Which rank is lost before a step, and to what.
+#: Which rank is lost before which step, and how.
 LOST = {1: (1, signal.SIGKILL), 2: (0, signal.SIGSTOP), 3: (0, signal.SIGKILL), 4: (1, signal.SIGSTOP)}
-#: Before this one a rank hangs, and the server is told to leave and started again.
+#: Before this step a rank hangs, and the server is asked to stop and started again.
 LEAVES = 5
 EACH = (*LOST, LEAVES)
 
@@ -96,7 +96,7 @@ def test_whichever_rank_is_lost_losses_and_exports_are_those_of_a_calm_run(
             assert server.stop() == 0
             server.start()
             return
-        # In the middle of what is about to be asked: who hangs is ended by the limit of a pass.
+        # In the middle of the next pass: the time limit of a pass ends the rank that hangs.
         threading.Timer(0.1, process.send_signal, [how]).start()
 
     shaken: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Several generators behind one queue: they share the work, and one that is killed costs nobody anything."""
+"""Several generators at one queue share the work, and if one is killed nobody loses or pays anything."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_replicas_share_the_work_and_one_that_is_killed_loses_nothing(
 @pytest.mark.vllm
 @pytest.mark.skipif(not (ROOT / ".vllm" / ".setup-done").is_file(), reason="there is no vLLM here (make vllm)")
 def test_both_kinds_behind_one_queue(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
-    """A run that vLLM cannot serve is sampled by the other generator; one that it can, by either."""
+    """A run that vLLM cannot serve is sampled by the other generator; any other run by either."""
     config = tmp_path / "weft.toml"
     config.write_text("[generator]\nslots = 4\nthreads = 1\n[generator.vllm]\nmax_adapters = 4\nmax_rank = 8\n")
     server = own_weftd("--config", str(config), "--engine", "torch", "--engine", "vllm")

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as its official client sees it: over a real server."""
+"""OpenAI's Responses API on a real server, as OpenAI's official client sees it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_each_delta_has_its_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_functions_are_called_and_their_results_read(client: openai.OpenAI, weftd: Weftd) -> None:
-    """A run that was taught one call makes it; what came of it stands in the next prompt as in a chat."""
+    """A run that has learned one call makes it; its result stands in the next prompt as it would in a chat."""
     asked = respond(client, tools=[ADD], max_output_tokens=1)
     with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("responses")) as service:
         run = service.create_lora_training_client(BASE_MODEL, rank=16, seed=0).result()

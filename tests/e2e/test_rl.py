@@ -1,4 +1,4 @@
-"""`weft.rl` on a real service: it trains what it sampled, learns, keeps lag and budget, and goes on after a kill."""
+"""`weft.rl` on a real service: it trains what it sampled, learns, keeps its lag and budget, and survives a kill."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_it_learns_and_its_numbers_are_on_the_server(service: weft.ServiceClient
     assert report.steps[0]["ratio"] == pytest.approx(1, abs=1e-6)
     assert abs(report.steps[0]["mismatch_kl"]) <= 1e-8
     billed = run.cost().result(60).total_nusd
-    assert billed <= report.spent_nusd <= billed + sum(report.curve("data"))  # a nano-dollar of rounding for each datum
+    assert billed <= report.spent_nusd <= billed + sum(report.curve("data"))  # rounding: a nano-dollar each
 
 
 async def twice(task: Any, chat: rl.Chat) -> rl.Reward:
@@ -151,7 +151,7 @@ def test_no_token_is_older_than_the_lag_by_what_the_server_reported(service: wef
     ids=lambda loss: f"{loss.name}-{'-'.join(loss.reads)}",
 )
 def test_one_pass_equals_two(service: weft.ServiceClient, loss: Any) -> None:
-    """On the server as a graph, and here with torch from its logprobs: the same value, metrics and gradient."""
+    """The server's graph of the loss, and torch here from the same logprobs: value, metrics and gradient agree."""
     run, rng = fresh(service), np.random.default_rng(0)
     handle = loss.made(run).result(60)
     assert handle.loss_id is not None
@@ -172,7 +172,7 @@ def test_one_pass_equals_two(service: weft.ServiceClient, loss: Any) -> None:
 
 @pytest.mark.parametrize("loss", [rl.losses.dro(), rl.losses.stable_reinforce(kl_coeff=1.0)], ids=["dro", "stable"])
 def test_all_of_a_loss_of_the_server_is_a_mean_where_it_is_asked_for(service: weft.ServiceClient, loss: Any) -> None:
-    """Of tokens that are off their sampler: the gradient of a 64th of the loss is a 64th, the quadratic term's too."""
+    """Off policy: a 64th of the loss has a 64th of the gradient, also in the quadratic term."""
     run, rng = fresh(service), np.random.default_rng(0)
     tokens = rng.integers(50, 500, 13).tolist()
     given = {name: rng.normal(size=12).astype(np.float32) for name in ("logprobs", "advantages")}
@@ -259,7 +259,7 @@ def test_sft_then_distillation_to_it_halves_the_reverse_kl(service: weft.Service
 
 
 def test_data_that_are_fewer_than_a_batch_are_each_in_it_once(service: weft.ServiceClient) -> None:
-    """As a DataLoader of torch has it: the step is on the mean over the data, and an epoch is one step."""
+    """As in a DataLoader of torch: the step is on the mean over the data, and an epoch is one step."""
     run = fresh(service)
     answers = ["8", "It is nine, I think.", "ten"]
     talks = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}] for answer in answers]
@@ -279,7 +279,7 @@ def test_the_budget_is_never_passed(service: weft.ServiceClient) -> None:
     report = rl.train(run, ONE_TURN, steps=100, groups=groups, schedule=rl.Async(1), budget_usd=budget, sinks=[])
     assert report.ended == "budget"
     assert 1 <= len(report.steps) < 100
-    time.sleep(1)  # what was cancelled is billed when it ends
+    time.sleep(1)  # cancelled samples are billed when they end
     assert run.cost().result(60).total_nusd <= report.spent_nusd <= budget * 1e9
 
 
@@ -296,7 +296,7 @@ with weft.ServiceClient() as service:
 
 
 class Noted(rl.JsonLines):
-    """A file of steps; slow, so that a step can be seen before the next is over."""
+    """A file of steps, written slowly so that a test can see a step before the next is over."""
 
     def log(self, step: int, of: int, metrics: Any) -> None:
         super().log(step, of, metrics)
@@ -306,8 +306,8 @@ class Noted(rl.JsonLines):
 def test_killed_whatever_is_killed_it_goes_on_and_trains_nothing_too_old(
     own_weftd: Callable[..., Weftd], tmp_path: Path
 ) -> None:
-    """The trainer, the generator, then the client, each with SIGKILL. The client's next life goes on where it was
-    saved; and of both runs the server says, by the sequences that training named, how old tokens were."""
+    """SIGKILL for the trainer, the generator, then the client. Its next life goes on from the last save; the server's
+    records of both runs tell, by the sequences that training named, how old trained tokens were."""
     server, lines, steps = own_weftd(), tmp_path / "steps.jsonl", 12
     environment = os.environ | {"WEFT_BASE_URL": server.url, "WEFT_API_KEY": server.key("killed")}
     life = ("-c", LIFE, str(lines), str(steps))
@@ -381,7 +381,7 @@ def test_an_evaluation_takes_a_run_or_any_sampler(service: weft.ServiceClient) -
 def test_groups_in_flight_follow_what_the_server_takes(
     service: weft.ServiceClient, start: int, end: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server has places for two groups: one leaves it idle, and of 32 most samples wait."""
+    """The server has places for two groups: a loop with one group leaves it idle, with 32 most samples wait."""
     monkeypatch.setattr(rollouts, "LOOK_S", 0.2)
 
     async def loop(run: weft.TrainingClient) -> None:
@@ -436,7 +436,7 @@ def test_a_rollout_that_fails_leaves_its_group(service: weft.ServiceClient) -> N
 
 
 def test_an_answer_can_be_ended_while_it_is_drawn(service: weft.ServiceClient) -> None:
-    """What was drawn by then is what is trained, and what is paid for."""
+    """The tokens drawn by then are trained on and paid for."""
     seen: list[list[int]] = []
 
     async def impatient(task: Any, chat: rl.Chat) -> float:
@@ -445,7 +445,7 @@ def test_an_answer_can_be_ended_while_it_is_drawn(service: weft.ServiceClient) -
 
         def enough(ids: list[int]) -> bool:
             asked.append(len(ids))
-            return len(ids) >= asked[0] + 5  # not the first time, however many tokens come at once
+            return len(ids) >= asked[0] + 5  # not at the first tokens, however many come at once
 
         reply = await chat.user(task["prompt"]).sample(max_tokens=1500, stop=[], prune=enough)
         assert asked[0] + 5 <= len(reply.turn.tokens) < 1500
@@ -485,7 +485,7 @@ def test_what_would_be_off_policy_unseen_is_refused_and_what_collapses_is_warned
 def test_what_a_teacher_cannot_read_with_its_hint_is_left_out_of_a_distillation(
     service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rollout may fill the context; with the hint before it, it does not fit, and the others' steps are paid for."""
+    """A rollout may fill the context, so that it does not fit with the hint; steps on the others are paid for."""
     asked = [{"prompt": "?", "answer": ""}, {"prompt": "word " * 1500, "answer": ""}]
     hint = [{"role": "system", "content": "word " * 600}]
     teacher = service.create_sampling_client(base_model=BASE_MODEL)

@@ -1,5 +1,5 @@
 """Every block of docs/rl.md runs, in order and in one program, with fewer and smaller steps; the examples run, and
-learn where they are given the time (`long`)."""
+learn if they are given the time (`long`)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_sweep_ends_in_a_picture(weftd: Weftd, tmp_path: Path) -> None:
 
 
 def size_of(picture: Path) -> tuple[int, ...]:
-    """Width and height, in pixels (PNG, 11.2.1)."""
+    """Width and height of a PNG in pixels (PNG, 11.2.1)."""
     head = picture.read_bytes()[:24]
     assert head[:8] == b"\x89PNG\r\n\x1a\n"
     return struct.unpack(">II", head[16:])
@@ -100,8 +100,8 @@ def test_an_agent_that_knows_only_openai_is_trained(weftd: Weftd) -> None:
 
 
 @pytest.mark.long
-def test_what_it_is_paid_for_more_than_doubles(weftd: Weftd) -> None:
-    """Seeded throughout: on one machine the rewards are the same each time."""
+def test_the_reward_more_than_doubles(weftd: Weftd) -> None:
+    """Everything is seeded: on one machine the rewards are always the same."""
     said = example(weftd, "openai_agent.py", "--steps", "8", "--batch", "8")
     rewards = [float(line.split()[-1]) for line in said]
     assert sum(rewards[-3:]) / 3 > 2 * rewards[0], rewards
@@ -111,7 +111,7 @@ def test_what_it_is_paid_for_more_than_doubles(weftd: Weftd) -> None:
 @pytest.mark.timeout(1200)
 @isolated
 def test_an_agent_with_a_tool_in_a_sandbox_learns(weftd: Weftd) -> None:
-    for _ in range(3):  # nothing is seeded here, and a step may go wrong
+    for _ in range(3):  # nothing is seeded here, and a single step may get worse
         said = example(weftd, "tool_agent.py", "--steps", "12", "--batch", "8")
         rewards = [float(line.split()[-1]) for line in said]
         assert len(rewards) == 12

@@ -1,4 +1,4 @@
-"""What a loop remembers from life to life, and what it tells a user before they wonder: against a real server."""
+"""Loops that die or are started again on a real server: what they keep, and what they tell users at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def service(weftd: Weftd) -> Iterator[weft.ServiceClient]:
 
 
 class Dies:
-    """A sink under which the program ends at a step."""
+    """A sink that ends the program at a given step."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -41,7 +41,7 @@ class Dies:
             raise KeyboardInterrupt
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def warned(caplog: pytest.LogCaptureFixture, begins: str) -> list[str]:
@@ -66,7 +66,7 @@ def test_a_life_that_dies_before_its_first_checkpoint_is_paid_from_the_budget(
     assert (report.resumed_at, len(report.steps)) == (0, 2)
     both = spent + second.cost().result(60).total_nusd
     assert both <= report.spent_nusd
-    more = life(second, steps=3)  # the same run again, whose cost counts once
+    more = life(second, steps=3)  # the same run, whose cost counts once
     assert more.resumed_at == 2
     assert more.spent_nusd < both + second.cost().result(60).total_nusd
     nothing = life(second, steps=3)
@@ -76,7 +76,7 @@ def test_a_life_that_dies_before_its_first_checkpoint_is_paid_from_the_budget(
 
 @pytest.mark.parametrize("ratios", [None, {"sums": 2, "more": 1}], ids=["one", "mixture"])
 def test_a_life_goes_on_with_what_would_have_come(service: weft.ServiceClient, ratios: dict[str, float] | None) -> None:
-    """The tasks that were under way are drawn as they would have been, and no other takes their place."""
+    """Tasks that were under way are drawn as they would have been, and none is replaced by another."""
     own = rl.prompts(sums(), lambda text, task: float(len(text)), max_tokens=4)
     more = rl.prompts(sums(seed=1), lambda text, task: float(len(text)), max_tokens=4)
     env: Any = own if ratios is None else {"sums": own, "more": more}
@@ -99,7 +99,7 @@ def test_a_life_goes_on_with_what_would_have_come(service: weft.ServiceClient, r
 
 
 def test_steps_of_another_size_are_not_gone_on_with(service: weft.ServiceClient) -> None:
-    """Where a life goes on is a number of steps: of twice the size they leave out as many data as were trained."""
+    """The place to go on is a number of steps: at twice the size it would skip as many data as were trained."""
     tokenizer = fresh(service).get_tokenizer()
     talks = [
         [{"role": "user", "content": t["prompt"]}, {"role": "assistant", "content": t["answer"]}] for t in sums()[:12]
@@ -206,7 +206,7 @@ def test_a_full_disk_under_a_sink_ends_no_run(
 
 
 class Started:
-    """A sink during whose first step somebody starts other loops; `told` has how those ended that were refused."""
+    """A sink during whose first step other loops are started; `told` has the errors of those that were refused."""
 
     def __init__(self, *loops: Callable[[], object]) -> None:
         self.loops, self.told = list(loops), list[str]()
@@ -221,13 +221,13 @@ class Started:
                 self.told.append(str(error))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 @pytest.mark.parametrize("kind", ["train", "sft"])
 def test_two_loops_do_not_train_one_run_at_the_same_time(service: weft.ServiceClient, kind: str) -> None:
-    """As where a cell of a notebook is run again, or threads share a run: each step would take the gradients of both,
-    and nobody would be told."""
+    """Such as when a cell of a notebook is run again, or threads share a run: each step would take both loops'
+    gradients, unseen."""
     run = fresh(service)
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
     data = rl.conversations([talk], run.get_tokenizer())
@@ -240,13 +240,13 @@ def test_two_loops_do_not_train_one_run_at_the_same_time(service: weft.ServiceCl
     sink = Started(lambda: loop("sft", Quiet()), lambda: loop("train", Quiet()))
     assert len(loop(kind, sink).steps) == 1
     assert ["another loop trains this run" in told for told in sink.told] == [True, True]
-    assert len(loop("sft", Quiet()).steps) == 1  # after its end
+    assert len(loop("sft", Quiet()).steps) == 1  # after the first loop has ended
 
 
 @pytest.mark.parametrize("kind", ["train", "sft"])
 def test_two_loops_do_not_save_under_one_name_at_the_same_time(service: weft.ServiceClient, kind: str) -> None:
-    """As where a job is submitted twice, or a laptop wakes up whose loop goes on elsewhere: the one that is behind is
-    refused, and the next life goes on from the other."""
+    """Such as when a job is submitted twice, or a laptop wakes up whose loop goes on elsewhere: the loop that is behind
+    is refused, and the next life goes on from the other."""
     loop, name = under_one_name(service, kind), f"one-name-{kind}"
     with pytest.raises(weft.WeftError, match=rf"'{name}': tinker://\S+ is of step 4, this loop came to step 2"):
         loop(name, Started(lambda: loop(name, Quiet())))
@@ -255,7 +255,7 @@ def test_two_loops_do_not_save_under_one_name_at_the_same_time(service: weft.Ser
 
 @pytest.mark.parametrize("kind", ["train", "sft"])
 def test_what_a_loop_under_the_same_name_has_spent_is_of_the_budget_too(service: weft.ServiceClient, kind: str) -> None:
-    """It has begun while the first went on, and come less far: the next life goes on from the first."""
+    """It began while the first went on, and came less far: the next life goes on from the first."""
     runs: list[weft.TrainingClient] = []
     loop, name = under_one_name(service, kind, runs), f"beside-{kind}"
     loop(name, beside := Started(lambda: loop(name, Quiet(), 1)))
@@ -267,7 +267,7 @@ def test_what_a_loop_under_the_same_name_has_spent_is_of_the_budget_too(service:
 def under_one_name(
     service: weft.ServiceClient, kind: str, runs: list[weft.TrainingClient] | None = None
 ) -> Callable[..., rl.Report]:
-    """A loop of so many steps that saves under a name; each has a run of its own, which `runs` is told."""
+    """A loop of so many steps that saves under this name; it makes a run of its own, and adds it to `runs`."""
     talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
     data = rl.conversations([talk] * 4, fresh(service).get_tokenizer())
 
@@ -287,10 +287,10 @@ class Quiet:
     """A sink that keeps nothing."""
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
-        """Nothing is kept."""
+        """Keeps nothing."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def test_a_filter_that_takes_nothing_is_told_while_it_costs(
@@ -307,7 +307,7 @@ def test_a_filter_that_takes_nothing_is_told_while_it_costs(
 
 
 async def patient(task: Any, chat: rl.Chat) -> float:
-    """Code that takes any error for an answer, as many frameworks of agents do."""
+    """User code that treats any error as an answer, as many agent frameworks do."""
     try:
         await chat.agent("critic").user(task["prompt"]).sample(max_tokens=1500)
     except Exception:
@@ -319,7 +319,7 @@ def test_a_budget_that_is_spent_is_no_reward_though_code_goes_on_from_any_error(
     run = fresh(service)
     one = run.create_rest_client().get_prices("weft/tiny-moe").result(60).rates_uusd_per_mtok["sample"] * 1500 / 1e12
     more: dict[str, Any] = {"steps": 3, "groups": SMALL, "sinks": []}
-    report = rl.train(run, rl.function(patient, sums(4)), budget_usd=3.5 * one, **more)  # three of eight at a time
+    report = rl.train(run, rl.function(patient, sums(4)), budget_usd=3.5 * one, **more)  # three of eight rollouts
     assert (report.ended, report.steps) == ("budget", [])
 
 
@@ -383,7 +383,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_what_ctrl_c_interrupts_leaves_no_gradient_for_the_next(service: weft.ServiceClient, kind: str) -> None:
-    """As in a notebook, where the same cell is run again."""
+    """In a notebook the same cell is then run again."""
     talks = [[{"role": "user", "content": s["prompt"]}, {"role": "assistant", "content": s["answer"]}] for s in sums(4)]
     base = service.create_sampling_client(base_model="weft/tiny-moe")
     tokenizer = base.get_tokenizer()
@@ -431,11 +431,11 @@ def test_pairs_may_be_held_against_another_reference(service: weft.ServiceClient
     rl.dpo(run, pairs, reference=base, batch=4, epochs=3, learning_rate=1e-3, sinks=[])
     now = run.save_weights_and_get_sampling_client().result(60)
     again = rl.dpo(run, pairs, reference=now, batch=4, learning_rate=1e-6, sinks=[])
-    assert again.steps[0]["margin"] == pytest.approx(0, abs=1e-4)  # nothing has moved since this reference
+    assert again.steps[0]["margin"] == pytest.approx(0, abs=1e-4)  # unchanged since this reference
 
 
 class MadeWhenAskedFor(Sequence[Pair]):
-    """Pairs of which each is new, and where it can be in the place of one that is gone."""
+    """Makes each pair anew when asked for it, possibly at the address of an earlier one that is gone."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs, self._places = pairs, set[int]()

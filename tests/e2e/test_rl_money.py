@@ -1,4 +1,4 @@
-"""What a loop pays for besides its own run: a teacher, a reference."""
+"""What a loop pays for besides its own run: its teacher and its reference."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.forked import Forked
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
-#: Served here by the built-in model's weights, at its own prices: thirteen times as much a token.
+#: A second name for the built-in model, thirteen times as expensive per token.
 DEAR = "deepseek-ai/DeepSeek-V3.1"
 
 
 @pytest.mark.parametrize("kind", ["distill", "dpo"])
-def test_a_budget_counts_whom_a_loop_asks_in_all_its_lives(own_weftd: Callable[..., Weftd], kind: str) -> None:
+def test_a_budget_counts_the_teacher_and_reference_in_all_lives(own_weftd: Callable[..., Weftd], kind: str) -> None:
     server = own_weftd("--model", f"{DEAR}={TINY_PATH}", "--model", f"weft/tiny-moe={TINY_PATH}")
     with weft.ServiceClient(base_url=server.url, api_key=server.key()) as service:
         asked = service.create_sampling_client(base_model=DEAR)
@@ -38,14 +38,14 @@ def test_a_budget_counts_whom_a_loop_asks_in_all_its_lives(own_weftd: Callable[.
 
         first = life()
         bill = service.create_rest_client().get_usage().result(60).total_nusd
-        assert bill <= first.spent_nusd <= 1.5 * bill  # some of it is cached
+        assert bill <= first.spent_nusd <= 1.5 * bill  # some of the prompt is cached
         again = life()
         assert (len(first.steps), again.steps) == (1, [])
         assert bill <= again.spent_nusd <= first.spent_nusd
 
 
 def test_a_traced_loss_that_the_server_does_not_run_is_two_passes_of_the_budget(weftd: Weftd) -> None:
-    """As of an older server: the client computes the loss between a forward and a backward."""
+    """With an older server the client computes the loss itself, between a forward and a backward."""
     with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("two-passes")) as service:
         run = fresh(service)
         assert run.get_info().model_id

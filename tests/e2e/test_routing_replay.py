@@ -49,9 +49,9 @@ def test_sampled_routes_train(weftd: Weftd) -> None:
         assert plain.sequences[0].routed_experts_np is None
 
 
-#: Run by Python before the program that forks workers: in the generator alone, what routers choose by is off, as if it
-#: rounded otherwise; by the same whenever a token is computed, so that one which a later turn reads again goes where it
-#: went.
+#: Python code that runs before the program that forks workers. It alters the routers' scores in the generator only, as
+#: rounding might. A token always gets the same alteration, so when a later turn reads it again it goes to the same
+#: experts.
 NOISY_ROUTERS = """
 import sys
 
@@ -78,7 +78,7 @@ if sys.orig_argv[-3:-2] == ["nursery"]:
 def test_a_loop_that_replays_is_on_policy_whatever_the_samplers_routers_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Turns that extend each other, and answers that end early, are replayed too."""
+    """Also where turns extend each other, and where answers end early."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(NOISY_ROUTERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))

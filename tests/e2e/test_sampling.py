@@ -208,7 +208,7 @@ def test_a_full_queue_slows_the_client_down(own_weftd: Callable[..., Weftd], tmp
     futures = [sampler.sample(prompt(4 + i), 1, params) for i in range(24)]
     assert [len(future.result().sequences[0].tokens) for future in futures] == [20] * 24
     assert usage(server, "a")["sample"] == 24 * 20
-    assert sampler.holder._sample_backoff_until is not None  # the server has said 429 and the client has waited
+    assert sampler.holder._sample_backoff_until is not None  # after the server said 429 and the client waited
 
 
 def test_many_in_flight(official: Official) -> None:

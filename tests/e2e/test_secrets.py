@@ -36,7 +36,7 @@ def test_no_secret_is_written_anywhere(own_weftd: Callable[..., Weftd]) -> None:
         signed_in = http.post("/console/login", data={"key": secret})
         assert secret not in signed_in.text
         replies = [
-            http.get(f"{PREFIX}/weft/usage", params={"key": secret}),  # a client that puts it into an address
+            http.get(f"{PREFIX}/weft/usage", params={"key": secret}),  # put into an address by mistake
             http.get(f"{PREFIX}/training_runs/{secret}"),
             http.post(f"{PREFIX}/forward", content=secret.encode(), headers={"content-type": "application/json"}),
             http.get(f"{PREFIX}/weft/usage", headers={"X-API-Key": wrong}),
@@ -55,7 +55,7 @@ def test_no_secret_is_written_anywhere(own_weftd: Callable[..., Weftd]) -> None:
 
 
 def test_other_users_of_the_machine_read_nothing(own_weftd: Callable[..., Weftd], tmp_path: Path) -> None:
-    """Whatever the umask that it is started with."""
+    """Whatever umask the server is started with."""
     before = os.umask(0)
     try:
         server = own_weftd()
@@ -67,7 +67,7 @@ def test_other_users_of_the_machine_read_nothing(own_weftd: Callable[..., Weftd]
     run = service.create_lora_training_client(BASE_MODEL, rank=4).result()
     run.forward_backward(supervised(), "cross_entropy").result()
     run.save_state("one").result()
-    ours = {server.data_dir / "stderr.log"}  # and not weftd's
+    ours = {server.data_dir / "stderr.log"}  # written by this test's process, not by weftd
     there = [tmp_path / "new", *(path for path in server.data_dir.rglob("*") if path not in ours)]
     open_to_others = {str(path): oct(path.lstat().st_mode) for path in there if path.lstat().st_mode & 0o077}
     assert not open_to_others

@@ -163,7 +163,7 @@ def test_the_audit_log(server: Weftd, worked: str) -> None:
 
 def test_a_trace_is_exported_and_opens(server: Weftd, worked: str, tmp_path: Path) -> None:
     url = rest(server).export_session_trace(worked).result()
-    assert httpx.get(url).status_code == 200  # without any key
+    assert httpx.get(url).status_code == 200  # the link needs no key
     assert httpx.get(url.replace("signature=", "signature=0")).status_code == 403
     cli(server, "session", "export-trace", worked, cwd=tmp_path)
     packets = Trace.FromString((tmp_path / f"{worked}.pftrace").read_bytes()).packet
@@ -253,7 +253,7 @@ def test_idle_sessions_are_ended(tmp_path: Path) -> None:
         idle, alive = (
             httpx.post(f"{api}/create_session", json=body, headers=headers).json()["session_id"] for _ in range(2)
         )
-        for _ in range(120):  # a server that stands still for some seconds waits for longer
+        for _ in range(120):  # if the server stalls for some seconds, the session waits longer
             assert httpx.post(f"{api}/session_heartbeat", json={"session_id": alive}, headers=headers).is_success
             if "ended 1 idle sessions" in server.log():
                 break

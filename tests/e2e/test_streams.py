@@ -1,4 +1,4 @@
-"""Samples that are read while they are drawn, and stopped early: over a real server."""
+"""Samples on a real server that are read while they are drawn, and stopped early."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_events_as_curl_sees_them(weftd: Weftd, sampler: weft.SamplingClient) ->
         "stream": True,
     }
     asked = http.post("/asample", json=body).json()["request_id"]
-    assert http.post("/asample", json=body).json()["request_id"] == asked  # though the server chose a seed
-    for _ in range(2):  # while it is drawn, and when it is over
+    assert http.post("/asample", json=body).json()["request_id"] == asked  # although the server chose the seed
+    for _ in range(2):  # while it is drawn, and afterwards
         with http.stream("POST", "/stream_future", json={"request_id": asked}) as reply:
             assert reply.headers["content-type"].startswith("text/event-stream")
             events = [event.split("\n") for event in "".join(reply.iter_text()).split("\n\n") if event]

@@ -1,5 +1,5 @@
-"""One trace of a request through API, scheduler, worker and settling, as a real receiver of OTLP gets it; and the
-request's id through the log of all of them."""
+"""One trace of a request through API, scheduler, worker and settling, as a real OTLP receiver gets it; and the
+request's id in the logs of all of them."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 pytestmark = pytest.mark.server
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-#: Tokens that are in no log and no span.
+#: Tokens that must be in no log and no span.
 PROMPT = [101, 707, 313, 909]
 LOSS = "cross_entropy"
 
 
 class Receiver(ThreadingHTTPServer):
-    """A collector's /v1/traces, as far as it goes: what was sent, by service; and by which process of it."""
+    """The part of a collector's /v1/traces that is needed: it keeps what was sent, by service, and by which process."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Not here."""
+        """Keep the log quiet."""
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_one_trace_and_one_id_through_everything(
         ("weft-generator", "generate"),
     } <= by_service
     ids = {span.span_id: span for _, span in spans}
-    for _, span in spans:  # a tree below the client's own span
+    for _, span in spans:  # one tree below the client's own span
         assert span.parent_span_id in ids or span.parent_span_id.hex() == PARENT, span.name
         assert span.end_time_unix_nano >= span.start_time_unix_nano
     (http,) = [span for _, span in spans if span.name == "POST /api/v1/forward_backward"]
@@ -175,7 +175,7 @@ def test_one_trace_through_a_replica_the_leader_and_the_workers(
     own_redis: OwnRedis,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Asked of the replica that does not lead. Who accepts, who schedules and who computes are different processes."""
+    """Sent to a replica that does not lead: accepting, scheduling and computing are different processes."""
     traced(monkeypatch, receiver.url)
     with production_of(tmp_path, postgres, migrated_postgres, own_redis.url) as production:
         workers = {role: production.worker(role) for role in ("trainer", "generator")}
@@ -201,13 +201,13 @@ def test_one_trace_through_a_replica_the_leader_and_the_workers(
 
 
 def asked(url: str, key: str, run_id: str) -> None:
-    """One batch, by a client whose span is PARENT; returns when it is done."""
+    """Send one batch as a client whose span is PARENT; returns when it is done."""
     headers = {"x-api-key": key, "traceparent": f"00-{TRACE}-{PARENT}-01"}
     accepted = httpx.post(f"{url}/api/v1/forward_backward", json=batch(run_id), headers=headers, timeout=60)
     result = {"try_again": True}
     while "try_again" in str(result):
         body = {"request_id": accepted.json()["request_id"]}
-        about = {"x-api-key": key, "accept": "application/json"}  # else protobuf
+        about = {"x-api-key": key, "accept": "application/json"}  # else the answer is protobuf
         result = httpx.post(f"{url}/api/v1/retrieve_future", json=body, headers=about, timeout=60).json()
     assert "loss:sum" in str(result)
 
@@ -227,7 +227,7 @@ print(made - began, time.monotonic() - made)
 
 
 def test_a_receiver_that_is_away_holds_nobody() -> None:
-    """Nobody answers at 192.0.2.1, a connection to it only ends by time."""
+    """Nobody answers at 192.0.2.1, so a connection to it ends only by its time limit."""
     environment = os.environ | {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://192.0.2.1:4318"}
     ran = run_forked("-c", AWAY, env=environment)
     making_s, stopping_s = map(float, ran.stdout.split())

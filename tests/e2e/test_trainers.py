@@ -1,5 +1,5 @@
-"""Several trainers under one service: four tenants, while trainers come, leave and are killed. Every number is that of
-the undisturbed runs, to the bit, and the bill is exact."""
+"""Four tenants train while trainers of one service come, leave and are killed. Every number equals that of undisturbed
+runs, to the bit, and the bill is exact."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 TENANTS = 4
 STEPS = 9
 PATIENCE_S = 200
-#: Of two plays: a create, the steps, and the look at what came of them.
+#: Operations of two plays: a create, the steps, and a last forward that shows the weights.
 OPERATIONS = 2 * TENANTS * (2 + 2 * STEPS)
-#: A small pass, so that many are in flight; a small replay, so that snapshots are in play.
+#: Small passes, so that many are in flight; small replays, so that there are snapshots.
 TRAINER = "pass_tokens = 128\nsnapshot_every_tokens = 200\nthreads = 1\n"
 
 
@@ -52,8 +52,8 @@ class Tenant:
 def play(
     url: str, keys: list[str], before: dict[int, Callable[[], None]] | None = None
 ) -> list[tuple[list[float], np.ndarray[Any, Any]]]:
-    """All tenants train at the same time, step by step; `before` a step something else may happen. Losses, and what the
-    trained runs say of other data."""
+    """All tenants train at the same time, step by step; `before` is called before a step. Returns the losses, and the
+    trained runs' logprobs of other data."""
     with ThreadPoolExecutor(TENANTS) as threads:
         tenants = list(threads.map(Tenant, [url] * TENANTS, keys, range(1, TENANTS + 1)))
         losses: list[list[float]] = []
@@ -89,7 +89,7 @@ def until(holds: Callable[[], bool], said: Callable[[], Any]) -> None:
 
 
 def shared(url: str, key: str, trainers: int) -> None:
-    """Until so many trainers are here and each has runs."""
+    """Wait until there are so many trainers and each has runs."""
 
     def runs() -> list[int]:
         return [one["runs"] for one in report(url, key)["replicas"].values()]

@@ -1,4 +1,4 @@
-"""vLLM's doors, and what is kept of a client's own session, by plain HTTP."""
+"""The routes that vLLM's clients use, and what the server keeps of a client's own session, by plain HTTP."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ ENDLESS = {"ignore_eos": True, "temperature": 2.0, "seed": 3}
 
 
 def test_no_end_stops_what_is_to_ignore_it_as_load_tools_ask(http: httpx.Client) -> None:
-    """guidellm and vLLM's own bench want just so many tokens of each request."""
+    """guidellm and vLLM's own benchmark want exactly that many tokens from each request."""
     chat = {"model": BASE_MODEL, "messages": [{"role": "user", "content": "3 + 5 ="}], "max_tokens": 600} | ENDLESS
     text = {"model": BASE_MODEL, "prompt": "3 + 5 =", "max_tokens": 1900} | ENDLESS
     for path, body in (("chat/completions", chat), ("completions", text)):
@@ -122,7 +122,7 @@ def test_the_likeliest_tokens_beside_each(http: httpx.Client, sampler: weft.Samp
 
 @pytest.mark.parametrize("door", ["/inference/v1/generate", "/v1/completions", "/v1/chat/completions/tokens"])
 def test_the_likeliest_tokens_of_a_prompt(http: httpx.Client, sampler: weft.SamplingClient, door: str) -> None:
-    """As vLLM tells them: at each place the prompt's own token and so many likeliest."""
+    """In vLLM's form: at each place the prompt's own token and the wanted number of likeliest ones."""
     direct = sampler.sample(
         ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=1), include_prompt_logprobs=True,
         topk_prompt_logprobs=3,
@@ -148,7 +148,7 @@ def test_so_many_likeliest_tokens_of_a_prompt_are_refused_by_name(http: httpx.Cl
     assert post(http, "/v1/completions", body, status=400)["error"]["param"] == "prompt_logprobs"
 
 
-#: What vLLM's own `SamplingParams` has where nothing is asked for, and what clients say beside.
+#: The defaults of vLLM's own `SamplingParams`, and further fields that clients send.
 DEFAULTS: dict[str, Any] = {
     **{"n": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0},
     **{"min_p": 0.0, "stop": [], "stop_token_ids": [], "ignore_eos": False, "min_tokens": 0, "prompt_logprobs": None},
@@ -255,7 +255,7 @@ def test_what_was_sampled_in_a_session_can_be_read(weftd: Weftd, http: httpx.Cli
 
 
 def test_five_turns_with_a_break_are_two_data(weftd: Weftd, http: httpx.Client) -> None:
-    """An agent that keeps its history for three turns, then rewrites it, and goes on."""
+    """An agent keeps its history for three turns, then rewrites it and goes on."""
     history, texts = list(PROMPT), []
     for turn in range(5):
         if turn == 3:

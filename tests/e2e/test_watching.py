@@ -1,4 +1,4 @@
-"""What a load balancer and Prometheus see of a server whose PostgreSQL is frozen, or gone."""
+"""What a load balancer and Prometheus see of a server whose PostgreSQL hangs or is gone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 @contextmanager
 def frozen(postgres: PostgresServer, database: str) -> Iterator[None]:
-    """Connections stay open, and nobody answers; as in a machine that is suspended."""
+    """PostgreSQL hangs: its connections stay open, but nobody answers, as if its machine were suspended."""
     with psycopg.connect(postgres.url(database).replace("+psycopg", "")) as connection:
         shown = connection.execute("SHOW data_directory").fetchone()
         pids = [pid for (pid,) in connection.execute("SELECT pid FROM pg_stat_activity").fetchall()]

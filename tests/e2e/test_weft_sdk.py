@@ -1,4 +1,4 @@
-"""`weft`, our own client, against a real server: a whole loop, what it costs, what is wrong with it, and crashes."""
+"""`weft`, our own client, on a real server: a whole loop, what it costs, mistakes in it, and crashes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def nll(logprobs: Any, weights: Any) -> Any:
 
 
 def test_custom_losses_here_and_there_are_the_built_in_one(service: ServiceClient) -> None:
-    """By the server in one pass, by the client in two, and the loss that the server has: the same gradient."""
+    """By the server in one pass, by the client in two passes, and as the server's built-in loss: the same gradient."""
     handle = service.create_custom_loss(nll, {"logprobs": 1, "weights": 1}).result(60)
     assert handle.loss_id is not None
 
@@ -173,7 +173,7 @@ def test_custom_losses_here_and_there_are_the_built_in_one(service: ServiceClien
 
 
 def test_stable_reinforce_from_what_was_recorded(run: weft.TrainingClient) -> None:
-    """Spans in place of logprobs: the server knows what it sampled with, and the first step finds a ratio of 1."""
+    """Spans in place of logprobs: the server knows what it sampled with, and the first step's ratio is 1."""
     sampler = run.save_weights_and_get_sampling_client(record_stability_info=True)
     drawn = sampler.sample(PROMPT, 3, SamplingParams(max_tokens=6, seed=2, stop=[])).result(60)
     size, data = PROMPT.length, []
@@ -395,7 +395,7 @@ def test_the_command(
     assert (done.returncode, "none kept" in done.stdout) == (0, True), done.stderr
 
     def weft_command(*arguments: str) -> str:
-        """The others in this process: each would import for a second."""
+        """`weft` in this process: a process of its own would import for a second."""
         found = CliRunner().invoke(main, arguments, env=settings)
         assert found.exit_code == 0, found.output
         return found.stdout

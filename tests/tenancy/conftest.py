@@ -1,4 +1,4 @@
-"""The front, on either database: `any_world`. And the table of its routes, from which other tests are made."""
+"""The API on either database (`any_world`), and the table of its routes, from which other tests are made."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Route:
 
 
 def routes_of(app: FastAPI) -> list[Route]:
-    """Every route. What else is mounted fails the test."""
+    """All routes of the app. Fails the test if anything else is mounted."""
     found: list[Route] = []
     route: Any
     for route in app.routes:
@@ -62,7 +62,7 @@ def org_id_of(world: World) -> str:
 
 
 def member(world: World, role: str, email: str | None = None, **options: Any) -> tuple[str, str]:
-    """A member of acme: the user's id and a key."""
+    """Add a member to acme: the user's id and a key."""
     org_id = org_id_of(world)
 
     def write(session: Any) -> tuple[str, str]:
@@ -73,5 +73,5 @@ def member(world: World, role: str, email: str | None = None, **options: Any) ->
 
 
 def forget_keys(world: World) -> None:
-    """As if the seconds had passed for which keys are remembered."""
+    """Let the seconds pass for which keys are remembered."""
     world.http.app.state.keys = KeyCache()  # type: ignore[attr-defined]

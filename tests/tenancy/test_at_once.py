@@ -1,5 +1,5 @@
-"""The same change by two replicas at the same moment: one makes it, and the other is told so. On PostgreSQL, because a
-SQLite database has one writer."""
+"""Two replicas make the same change at the same moment: one succeeds, and the other's client is told so. On PostgreSQL,
+because a SQLite database has only one writer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUNDS = 20
 def replicas(
     settings: Settings, card: ModelCard, postgres_database: Database, blobs: FolderBlobs
 ) -> Iterator[tuple[World, World]]:
-    """Two servers of one database."""
+    """Two servers on one database."""
     other = Database(postgres_database.url)
     with (
         open_world(settings, card, postgres_database, blobs) as one,
@@ -48,7 +48,7 @@ def replicas(
 
 
 def both(*asks: Callable[[], Any]) -> list[Any]:
-    """What each answers, all asked at the same moment."""
+    """The answers of both, asked at the same moment."""
     answers: list[Any] = [None] * len(asks)
     begin = threading.Barrier(len(asks))
 
@@ -65,12 +65,12 @@ def both(*asks: Callable[[], Any]) -> list[Any]:
 
 
 def ask(replicas: tuple[World, World], method: str, path: str, body: Any) -> list[int]:
-    """The statuses, in order, of what both are asked."""
+    """The two statuses, sorted, when both are asked the same."""
     replies = both(*(partial(world.call, method, path, json=body) for world in replicas))
     return sorted(reply.status_code for reply in replies)
 
 
-def test_a_project(replicas: tuple[World, World]) -> None:
+def test_a_project_is_made_once(replicas: tuple[World, World]) -> None:
     for number in range(ROUNDS):
         assert ask(replicas, "POST", "weft/projects", {"name": f"p{number}"}) == [200, 400]
 
@@ -120,7 +120,7 @@ def test_a_person_whom_two_organisations_add(replicas: tuple[World, World]) -> N
 
 
 def sign_in(world: World, account: Account) -> str:
-    """What comes of an account that the provider has just proved: in, or why not."""
+    """How a sign-in ends for an account that the provider has just proved: they are in, or the reason why not."""
     rule = GroupRole(group="all", organisation="acme", role="member")
     settings = world.service.settings.model_copy(update={"oidc": OidcSettings(groups=[rule])})
     service: Any = SimpleNamespace(database=world.database, settings=settings)
@@ -134,7 +134,7 @@ def sign_in(world: World, account: Account) -> str:
 
 @pytest.mark.parametrize("accounts", ["one", "two"])
 def test_somebody_who_signs_in_for_the_first_time(replicas: tuple[World, World], accounts: str) -> None:
-    """In two tabs; or by two accounts that have the same address, of which one is refused."""
+    """In two tabs; or by two accounts with the same address, of which one is refused."""
     for number in range(ROUNDS):
         subjects = [str(number), str(number) if accounts == "one" else f"{number}b"]
         account = Account("https://idp.example", "", f"p{number}@corp.example", frozenset({"all"}))
@@ -148,7 +148,7 @@ def test_somebody_who_signs_in_for_the_first_time(replicas: tuple[World, World],
 
 
 def test_somebody_who_signs_in_while_they_are_made_a_member(replicas: tuple[World, World]) -> None:
-    """A person who is known from elsewhere: who makes them known is waited for."""
+    """A person whom another organisation knows: the sign-in waits for the change that makes them a member here."""
     for number in range(ROUNDS):
         body = {"email": f"p{number}@corp.example", "role": "member"}
         replicas[0].database.write_now(partial(user_with, email=body["email"]))
@@ -191,7 +191,7 @@ def test_the_last_key_that_there_is_room_for(replicas: tuple[World, World], monk
 
 
 def test_another_secret(replicas: tuple[World, World]) -> None:
-    """Whoever is given one can use it: neither is lost to the other."""
+    """Anyone who was given a secret can use it: neither secret is lost to the other."""
     made = replicas[0].post("weft/keys", {"scopes": ["sample"]})
     for _ in range(ROUNDS):
         for given in both(*(partial(world.post, f"weft/keys/{made['id']}/rotate", {}) for world in replicas)):
@@ -199,7 +199,7 @@ def test_another_secret(replicas: tuple[World, World]) -> None:
 
 
 def test_the_last_two_owners(replicas: tuple[World, World]) -> None:
-    """Each is removed by another replica: one of them stays."""
+    """Each replica removes another owner: one owner stays."""
     first, _ = member(replicas[0], "owner", "first@corp.example")
     for number in range(ROUNDS):
         second, _ = member(replicas[0], "owner", f"p{number}@corp.example")

@@ -1,4 +1,4 @@
-"""The audit log: every change is in it, in the transaction of the change, and nobody can alter it unseen."""
+"""The audit log: it has every change, written in the transaction of the change, and nobody can alter it unseen."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def verdict(database: Database, org_id: str, head: str | None = None) -> Verdict
 
 
 def tamper(database: Database, *statements: str) -> None:
-    """As whoever can switch the triggers off."""
+    """Alter the log as somebody could who may switch the triggers off."""
     with create_engine(database.url).begin() as connection:
         _unprotect(connection)
         for statement in statements:
@@ -64,7 +64,7 @@ def test_a_chain_of_each_organisation(any_database: Database) -> None:
         (2, ()),
     ]
     assert verdict(any_database, "nobody") == Verdict(0, "", ())
-    # What a script gives that has not found the file in which it kept the head.
+    # An empty head, as given by a script that has not found the file with it.
     assert "is gone" in verdict(any_database, "a", "").problems[0]
 
 
@@ -89,7 +89,7 @@ def test_tampering_shows(any_database: Database, statement: str, problem: str) -
     assert problem in "; ".join(verdict(any_database, "a", head).problems)
 
 
-def test_a_deed_that_fails_leaves_no_row(any_database: Database) -> None:
+def test_a_change_that_fails_leaves_no_row(any_database: Database) -> None:
     make_org(any_database, "a")
 
     def half(session: Session) -> None:
@@ -116,7 +116,7 @@ database.close()
 
 
 def test_writers_in_several_processes_never_fork_the_chain(any_database: Database) -> None:
-    """Each goes through the organisations in another order: none may wait for another in a ring."""
+    """Each process takes the organisations in another order: no two may wait for each other."""
     make_org(any_database, "a", "b")
     writers = [Forked("-c", WRITER, any_database.url, order) for order in ("ab", "ba", "ab")]
     for writer in writers:
@@ -147,7 +147,7 @@ def test_an_entry_says_who_from_where_and_which_request(any_world: World) -> Non
 
 
 def test_every_change_is_in_the_log(any_world: World) -> None:
-    """And the entry of AdminClient's audit() is as it was."""
+    """The entries of AdminClient's audit() keep their form."""
     world = any_world
     user_id = world.post("weft/members", {"email": "Ann@example.com", "role": "owner"})["user_id"]
     world.post("weft/members", {"email": "bob@example.com", "role": "owner"})

@@ -1,4 +1,4 @@
-"""The console's pages under row-level security: each works, so none of them reads what its organisation may not see."""
+"""Every page of the console works under row-level security: none of them reads another organisation's rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_page(tmp_path: Path, postgres_database: Database) -> None:
         pages = [r.path for r in routes_of(app) if r.method == "GET" and r.path.startswith("/console/")]
         wrong = []
         for page in pages:
-            if "{" in page or page.endswith(("/ownership", "/sso/callback")):  # the operator's, and a provider's
+            if "{" in page or page.endswith(("/ownership", "/sso/callback")):  # for operators, and for providers
                 continue
             reply = http.get(page, follow_redirects=False)
             if reply.status_code != 200 and not page.endswith("/login"):
@@ -35,7 +35,7 @@ def test_every_page(tmp_path: Path, postgres_database: Database) -> None:
 
 
 def test_an_invitation_by_the_provider(tmp_path: Path, postgres_database: Database) -> None:
-    """The two ways in that know no organisation before they have found it."""
+    """The two ways to sign in that do not know the organisation until they have found it."""
     made = postgres_database.write_now(lambda session: seed(session, load_prices(), days=1))
     app: FastAPI = application(tmp_path, postgres_database)
     with provider_process() as issuer, TestClient(app) as http:

@@ -1,7 +1,6 @@
-"""What a thief does with a credential of little reach: none makes, or touches, one that goes further (`api.who.reach`).
+"""A thief with a limited credential cannot make or change one that may more (`api.who.reach`).
 
-Each test is an attacker's requests; the table of the rule itself is tests/api/test_reach.py.
-"""
+Each test is an attacker's requests; the table of the rule itself is tests/api/test_reach.py."""
 
 from __future__ import annotations
 
@@ -34,20 +33,20 @@ def token(world: World, key: str | None = None) -> str:
 
 
 def ending(world: World, after: timedelta = HOUR, **options: Any) -> str:
-    """A key of the organisation that ends."""
+    """A key of the organisation that expires."""
     org_id, until = org_id_of(world), datetime.now(UTC) + after
     return world.database.write_now(lambda session: new_key(session, org_id, expires_at=until, **options)[1])
 
 
 def rows(world: World) -> list[tuple[Any, ...]]:
-    """All that a thief may have changed of keys."""
+    """All columns of keys that a thief may have changed."""
     with world.database.read() as session:
         keys = session.query(ApiKey).order_by(ApiKey.id)
         return [(row.secret_sha256, row.revoked_at, row.expires_at, row.max_in_flight) for row in keys]
 
 
 class Thief:
-    """Tries everything there is about keys and members with one credential; all of it must fail and change nothing."""
+    """Tries every request about keys and members with one credential; each must fail and change nothing."""
 
     def __init__(self, world: World, credential: str) -> None:
         self.world, self.credential = world, credential
@@ -69,8 +68,8 @@ class Thief:
 
 
 @pytest.mark.parametrize("kind", ["token", "key"])
-def test_what_ends_makes_and_touches_nothing_that_lasts(any_world: World, kind: str) -> None:
-    """A stolen token, and a key with an end: permanent keys, rotation of the owner's, and a role that stays."""
+def test_an_expiring_credential_makes_and_touches_nothing_that_lasts(any_world: World, kind: str) -> None:
+    """With a stolen token or an expiring key: no permanent key, no rotation of the owner's, no lasting role."""
     world = any_world
     user_id, _ = member(world, "viewer")
     thief = Thief(world, token(world) if kind == "token" else ending(world))
@@ -80,7 +79,7 @@ def test_what_ends_makes_and_touches_nothing_that_lasts(any_world: World, kind: 
     world.get("sessions")
 
 
-def test_what_ends_makes_what_ends_with_it(any_world: World) -> None:
+def test_an_expiring_credential_makes_keys_that_expire_with_it(any_world: World) -> None:
     until = iso(timedelta(minutes=10))
     made = any_world.post("weft/keys", {"scopes": ["sample"], "expires_at": until}, key=ending(any_world))
     assert datetime.fromisoformat(made["expires_at"]) == datetime.fromisoformat(until)
@@ -90,7 +89,7 @@ def test_what_ends_makes_what_ends_with_it(any_world: World) -> None:
 
 
 def test_a_secret_that_was_rotated_away_is_no_way_back(any_world: World) -> None:
-    """The overlap is for programs that still have it; whoever else has it keeps nothing beyond it."""
+    """The old secret lives on for programs that still have it; a thief who has it keeps nothing beyond that time."""
     world, old = any_world, any_world.key
     new = world.post("weft/keys/1/rotate", {"overlap_seconds": 600})["key"]
     world.get("sessions", key=old)
@@ -105,8 +104,8 @@ def test_a_secret_that_was_rotated_away_is_no_way_back(any_world: World) -> None
 
 
 @pytest.mark.parametrize("by", ["key", "token"])
-def test_nobody_saves_themselves_in_the_seconds_after_a_revocation(any_world: World, by: str) -> None:
-    """A key is remembered for some seconds, but not where keys are made."""
+def test_a_revoked_key_makes_no_other_in_the_seconds_after(any_world: World, by: str) -> None:
+    """Keys are remembered for some seconds, but not by the requests that make keys."""
     world = any_world
     thief = world.post("weft/keys", {})
     credential = thief["key"] if by == "key" else token(world, thief["key"])
@@ -145,7 +144,7 @@ def lost(session: Session, row: ApiKey, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["revoked", "rotated", "demoted"])
 def test_a_body_that_comes_after_its_key_was_lost_makes_nothing(any_world: World, how: str) -> None:
-    """Whoever keeps a request open whose end they have not sent yet would be let in for as long as it is open."""
+    """Otherwise whoever keeps a request open by not ending its body would be let in for as long as it is open."""
     world = any_world
     _, spare = member(world, "owner", "spare@corp.example")
     for number, (method, path, body) in enumerate(MAKES):
@@ -193,7 +192,7 @@ def found(session: Session, secret: str) -> ApiKey:
 
 
 def test_few_scopes_touch_no_key_of_more(any_world: World) -> None:
-    """A member's key that samples does not end the one that trains."""
+    """A member's key that may only sample does not end the one that trains."""
     _, whole = member(any_world, "member")
     sampling = any_world.post("weft/keys", {"scopes": ["sample"]}, key=whole)
     whole_id = next(row["id"] for row in any_world.get("weft/keys", key=whole)["keys"] if row["scopes"] == ["admin"])
@@ -206,7 +205,7 @@ def test_few_scopes_touch_no_key_of_more(any_world: World) -> None:
 
 
 def test_a_key_does_not_grow_by_a_role_to_come(any_world: World) -> None:
-    """Today `admin` adds nothing to a member's key; the day they become owners it would."""
+    """The scope `admin` adds nothing to a member's key today; the day they become owners it would."""
     user_id, whole = member(any_world, "member")
     today = any_world.post("weft/keys", {"scopes": ["train", "sample"]}, key=whole)["key"]
     Thief(any_world, today).fails("POST", "weft/keys", {"scopes": ["admin"]}, "scopes: admin, ")
@@ -221,7 +220,7 @@ def test_admins_touch_no_key_of_owners(any_world: World) -> None:
     owner_id, _ = member(any_world, "owner")
     _, admin = member(any_world, "admin")
     thief = Thief(any_world, admin)
-    for key_id in (1, 3):  # the organisation's, the owner's
+    for key_id in (1, 3):  # the organisation's key, the owner's key
         for method, path, body in (
             ("POST", f"weft/keys/{key_id}/rotate", {}),
             ("DELETE", f"weft/keys/{key_id}", None),
@@ -244,11 +243,11 @@ def test_a_key_of_a_project_stays_in_it(any_world: World) -> None:
     made = any_world.post("weft/keys", {"scopes": ["train"], "project_id": "elsewhere"}, key=bound)
     assert made["project_id"] == project
     any_world.get("weft/keys/1", key=bound, status=404)
-    any_world.get("weft/keys/3", key=bound, status=404)  # theirs too, but of all projects
+    any_world.get("weft/keys/3", key=bound, status=404)  # also theirs, but for all projects
 
 
-def test_addresses_are_for_members(any_world: World) -> None:
-    """Not for a key that is bound to a project, nor for one of nobody that only samples."""
+def test_members_email_addresses_are_shown_to_members_only(any_world: World) -> None:
+    """A key that is bound to a project shows its own member's only; one without a user, or that only samples, none."""
     project = any_world.post("weft/projects", {"name": "evals"})["id"]
     _, whole = member(any_world, "member", "ann@example.com")
     member(any_world, "admin", "bob@example.com")
@@ -274,8 +273,8 @@ def test_a_signed_link_ends_with_the_token_that_asked_for_it(any_world: World) -
     assert ends(jwt) == any_world.service.tokens.read(jwt).expires_at
 
 
-def test_what_somebody_else_may_hold_is_not_logged_as_its_owners(any_world: World) -> None:
-    """An admin makes, or rotates, a key of a member, and so has its secret."""
+def test_a_secret_that_somebody_else_knows_is_not_logged_as_its_owners(any_world: World) -> None:
+    """An admin makes or rotates a key of a member, and so has its secret."""
     world = any_world
     _, admin = member(world, "admin")
     user_id, own = member(world, "member")

@@ -109,15 +109,15 @@ NO_IDS = {
     "POST /stripe/webhook",
 }
 
-#: Paths that name no tenant's things, and those that are entered by a signed link instead of a key.
+#: Paths that name nothing of a tenant's, or need a signed link instead of a key.
 NOT_TENANTS = {"GET /weft/models/{name:path}/tokenizer", "GET /weft/models/{name:path}/tokenizer/{file:path}"}
 
-#: With a key that is bound to a project these make something in that project only; tests below try copying.
+#: A key that is bound to a project may use these, but only within that project; tests below try copying.
 WITHIN_ONES_PROJECT = {"POST /weft/keys", "POST /copy_weights"}
 
-#: Reads the weights themselves, of which this test has none (tests/api/test_checkpoints.py has).
+#: Reads the weights themselves, which do not exist in this test (tests/api/test_checkpoints.py has some).
 ARCHIVE = "GET /training_runs/{run_id}/checkpoints/{kind}/{name}/archive"
-#: Takes one kind of checkpoint only.
+#: Works for one kind of checkpoint only.
 EXPORTS = "GET /training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls"
 
 
@@ -127,12 +127,12 @@ def short(route: Route) -> str:
 
 @dataclass(frozen=True)
 class Sides:
-    """What acme has, by the names of parameters; a key whose things they are, and one whose they are not."""
+    """What acme owns, by the names of route parameters; the owner's key, and a key of an intruder."""
 
     ids: Ids
     owner: str
     intruder: str
-    #: The intruder is of the same organisation: what his key's scopes do not show him, he is told (403).
+    #: Whether the intruder belongs to the same organisation: then a 403 tells what their key's scopes do not allow.
     colleagues: bool
 
 
@@ -172,7 +172,7 @@ def things(world: World, admin: str | None = None) -> Ids:
     run = world.run(session)
     path = world.checkpoint(run, 1)
     export = world.post("save_weights_external", {"model_id": run, "seq_id": 2, "path": "exported"})["request_id"]
-    with world.service.blobs.new_folder(f"weights/{export}") as folder:  # as the trainer does
+    with world.service.blobs.new_folder(f"weights/{export}") as folder:  # as the trainer would
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
     world.finish(export, size_bytes=7)
     sampler = world.post(
@@ -255,13 +255,13 @@ def test_every_route_with_a_body_is_listed() -> None:
 
 @pytest.mark.parametrize("scope", ["key", "project"])
 def test_every_route_with_an_id_that_no_database_takes(any_world: World, scope: str) -> None:
-    """Refused, as any that is not there is: PostgreSQL takes no NUL."""
+    """Refused like any id that does not exist: PostgreSQL takes no NUL."""
     ids: Ids = defaultdict(lambda: "\0", scope=scope, kind="weights")
     replies = {str(route): ask(any_world, route, ids, any_world.key) for route in ROUTES if names_something(route)}
     assert {route: reply.text for route, reply in replies.items() if reply.status_code >= 500} == {}
 
 
-def test_every_route_with_anothers_ids(any_world: World, sides: Sides) -> None:
+def test_no_route_finds_or_changes_anothers_things(any_world: World, sides: Sides) -> None:
     world = any_world
     named = sorted((r for r in ROUTES if names_something(r)), key=lambda r: (r.method == "DELETE", "finish" in r.path))
     if sides.colleagues:
@@ -276,7 +276,7 @@ def test_every_route_with_anothers_ids(any_world: World, sides: Sides) -> None:
             seen.append((short(route), reply.status_code, expected, reply.text[:300]))
     assert seen == []
     assert refused > 30
-    # The same requests by whom the things belong to: they are there, and the test above would have seen them.
+    # The owner sends the same requests and finds the things: so the test above would have seen them.
     hidden = []
     for route in named:
         if expected_status(world, route, sides) == 403 or short(route) == ARCHIVE:
@@ -288,13 +288,13 @@ def test_every_route_with_anothers_ids(any_world: World, sides: Sides) -> None:
 
 
 def expected_status(world: World, route: Route, sides: Sides) -> int:
-    """Of an intruder's request: 404, or 403 where his key may not ask at all."""
+    """The status of an intruder's request: 404, or 403 if their key may not use the route at all."""
     assert route.access is not None
     scopes = SCOPES - BEYOND_A_PROJECT if sides.colleagues else SCOPES
     return 403 if route.access.public or not route.access.allows(scopes) else 404
 
 
-#: Doors for other APIs' clients, and what is asked there of a model that the body names: too much, so nobody waits.
+#: Routes for other APIs' clients, with a request that names a model in its body, and asks too much, so nobody waits.
 DOORS: dict[str, Callable[[str], dict[str, Any]]] = {
     "POST /v1/completions": lambda model: {"model": model, "prompt": [1] * 99},
     "POST /v1/chat/completions": lambda model: {"model": model, "messages": [{"role": "user", "content": "a b " * 99}]},
@@ -306,8 +306,8 @@ DOORS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-def test_no_door_opens_anothers_weights(any_world: World, sides: Sides) -> None:
-    """Named as a run, and as a path; by whom they belong to, they are found."""
+def test_no_route_of_another_api_opens_anothers_weights(any_world: World, sides: Sides) -> None:
+    """Named as a run and as a path; its owner finds it by either name."""
     world, ids = any_world, sides.ids
     doors = [route for route in routes_of(front()) if route.path.startswith(("/v1/", "/inference/", *DOORS_AT_TOP))]
     assert {str(route) for route in doors if route.method != "GET"} == DOORS.keys()
@@ -356,7 +356,7 @@ def test_no_list_shows_anothers_things(any_world: World, sides: Sides) -> None:
 
 
 def test_weights_of_another_project_are_read_when_published_or_lent(any_world: World, projects: Sides) -> None:
-    """And by a key that is bound to no project; but a key lends no more than it reads."""
+    """And by a key that is bound to no project; but a key lends only what it may read."""
     world, ids = any_world, projects.ids
     body = {"source_path": ids["path"], "destination_project_id": "elsewhere"}
     world.post("copy_weights", body, key=projects.intruder, status=404)
@@ -385,7 +385,7 @@ def test_a_session_takes_its_things_along_into_another_project(any_world: World,
         world.get(f"samplers/{ids['sampler_id']}", key=key, status=status)
 
 
-def test_a_retry_key_of_another_project_is_another(any_world: World, projects: Sides) -> None:
+def test_the_same_idempotency_key_in_another_project_is_another(any_world: World, projects: Sides) -> None:
     body = {"tags": [], "user_metadata": {}, "sdk_version": "1"}
     headers = {"x-idempotency-key": "same"}
     made = [
@@ -396,7 +396,7 @@ def test_a_retry_key_of_another_project_is_another(any_world: World, projects: S
 
 
 def test_results_are_not_given_up_for_another_project(any_world: World, projects: Sides) -> None:
-    """A poll for one's own sampler says which results one has; others' stay."""
+    """A poll for a sampler of one's own names the results that one has already; others' results stay."""
     world, ids = any_world, projects.ids
     world.finish(ids["request_id"], b"result")
     session = world.session(projects.intruder)

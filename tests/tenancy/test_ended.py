@@ -42,7 +42,7 @@ LINKED: dict[str, tuple[str, Callable[[Any], str]]] = {
         lambda reply: reply.json()["url"],
     ),
 }
-#: Of the console, what is there for anybody. What of it is entered by a secret, tests/console holds.
+#: Routes of the console that are there for anybody. Those that are entered by a secret: tests/console.
 DOORS = {
     "GET /console",
     "GET /console/{path:path}",
@@ -60,12 +60,12 @@ DOORS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """What ends a key, and the status and code that are answered from then on; the console's session of it, too."""
+    """A way to end a key, and the status and code that are answered afterwards; the same for its console session."""
 
     end: Callable[[Session, tables.ApiKey], object]
     status: int
     code: str
-    #: The bills are shown to whom they are to be paid by.
+    #: Bills are still shown to the organisation that has to pay them.
     sees_bills: bool = False
 
 
@@ -125,7 +125,7 @@ def held(world: World) -> Held:
 
 
 def everything(world: World) -> list[int]:
-    """How many rows there are of all but the audit log."""
+    """The number of rows in each table but the audit log."""
     with world.database.read() as session:
         found = [table for name, table in sorted(tables.Base.metadata.tables.items()) if name != "audit_log"]
         return [session.scalar(select(func.count()).select_from(table)) or 0 for table in found]
@@ -138,7 +138,7 @@ def asked(world: World, held: Held, route: str, headers: dict[str, str]) -> Any:
 
 
 def by_key(world: World, held: Held, headers: dict[str, str]) -> dict[str, tuple[int, str]]:
-    """What each route that wants a key answers to these headers."""
+    """The answers of all routes that want a key to these headers."""
     found = {}
     for route in ROUTES:
         if route.access is not None and not route.access.public:

@@ -1,4 +1,4 @@
-"""Keys: what they may, how long they are good, and how soon they are not."""
+"""Keys: what they may do, how long they are valid, and how soon they stop being so."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_key_has_its_scopes_only(any_world: World) -> None:
 
 
 def test_nobody_gets_a_key_that_may_more_than_he(any_world: World) -> None:
-    """Neither by making it nor by taking over one that is there, which is what rotating is."""
+    """Neither by making one nor by taking over an existing one by rotating it."""
     _, admin = member(any_world, "admin")
     owner_id, owner = member(any_world, "owner")
     for body in ({}, {"user_id": owner_id}):
@@ -68,10 +68,10 @@ def test_nobody_gets_a_key_that_may_more_than_he(any_world: World) -> None:
     any_world.post(f"weft/keys/{whole['id']}/rotate", {}, key=everything)
 
 
-def test_no_key_gives_what_it_does_not_have(any_world: World) -> None:
+def test_a_members_key_sees_and_ends_no_keys_of_others(any_world: World) -> None:
     _, mine = member(any_world, "member")
     made = make(any_world, key=mine, scopes=["train"])
-    assert [row["id"] for row in any_world.get("weft/keys", key=mine)["keys"]] == [made["id"], 3]  # not 1, of acme
+    assert [row["id"] for row in any_world.get("weft/keys", key=mine)["keys"]] == [made["id"], 3]  # not acme's key 1
     for method in ("GET", "DELETE"):
         assert any_world.call(method, "weft/keys/1", key=mine).status_code == 404
 
@@ -94,7 +94,7 @@ def test_a_key_says_whose_it_is(any_world: World) -> None:
     assert details == {"org_details": {"name": "acme"}, "user_details": {"email": "ann@example.com"}}
 
 
-def test_an_expired_key_is_nobody(any_world: World) -> None:
+def test_an_expired_key_is_refused(any_world: World) -> None:
     soon = datetime.now(UTC) + timedelta(hours=1)
     made = make(any_world, expires_at=soon.isoformat())
     with any_world.database.read() as session:
@@ -104,14 +104,14 @@ def test_an_expired_key_is_nobody(any_world: World) -> None:
 
 
 def test_an_end_that_no_clock_reaches(any_world: World) -> None:
-    """Some say "never" by the last day there is. A database in Berlin tells it as one of the year 10000, which Python
-    cannot read: then no key of the organisation was listed, by nobody, for ever."""
+    """Some say "never" by the last possible day. In the time zone of a database in Berlin it falls into the year 10000,
+    which Python cannot read: then nobody could list the organisation's keys any more."""
     for never in ("9999-12-31T23:59:59Z", "9999-12-31T23:59:59-14:00"):
         assert "leave it out" in make(any_world, status=400, expires_at=never)["detail"]
     made = make(any_world, expires_at="9998-12-31T23:59:59-14:00")
     if any_world.database.url.startswith("postgresql"):
         with any_world.database.read() as session:
-            session.execute(text("SET timezone = 'Pacific/Kiritimati'"))  # the farthest east
+            session.execute(text("SET timezone = 'Pacific/Kiritimati'"))  # the easternmost time zone
             assert session.get_one(ApiKey, made["id"]).expires_at is not None
 
 
@@ -135,7 +135,7 @@ def test_rotation_overlaps(any_world: World) -> None:
 def test_revoked_everywhere_within_five_seconds(
     settings: Settings, card: ModelCard, any_database: Database, blobs: FolderBlobs
 ) -> None:
-    """Another API process on the same database, with its own memory of keys, and a clock that the test moves."""
+    """Another API process on the same database remembers keys by itself; the test moves its clock."""
     now = [0.0]
     assert REMEMBERED_S < 5
     other = Database(any_database.url)
@@ -213,7 +213,7 @@ def test_a_suspended_organisation_is_refused_everything(any_world: World, status
     any_world.get("sessions")
 
 
-def test_a_key_of_before_has_all_scopes(any_world: World) -> None:
+def test_a_key_older_than_scopes_has_all_of_them(any_world: World) -> None:
     any_world.database.write_now(lambda session: session.execute(update(ApiKey).values(name="old")))
     assert any_world.get("weft/keys/1")["scopes"] == ["admin"]
 

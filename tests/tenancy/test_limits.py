@@ -1,4 +1,4 @@
-"""Rate limits: the arithmetic of the buckets, and what a client is told."""
+"""Rate limits: the arithmetic of their token buckets, and what a client is told."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def charge(limit: int, cost: int = 1, id: str = "a") -> Charge:
 
 
 def taken(rates: LocalRates, *charges: Charge) -> float | None:
-    """None: let through; else how long to wait."""
+    """None if the request is let through; otherwise how long it has to wait."""
     refusal = asyncio.run(rates.take(charges))
     return None if refusal is None else refusal.retry_after_s
 
@@ -71,7 +71,7 @@ def test_all_buckets_or_none() -> None:
     asked=st.lists(st.tuples(st.integers(1, 100), st.floats(0, 30)), min_size=1, max_size=60),
 )
 def test_over_any_time_the_rate_holds(limit: int, asked: list[tuple[int, float]]) -> None:
-    """What was let through by time t is at most a bucket, t of the rate, and the one request that may overdraw it."""
+    """Let through by time t are at most a full bucket, the rate times t, and one request that may overdraw it."""
     clock = Clock()
     rates = LocalRates(clock)
     passed = 0
@@ -108,7 +108,7 @@ def test_what_is_counted_apart(count: Any, a_minute: int, what: str) -> None:
     async def ask() -> None:
         for _ in range(a_minute):
             await count(asked, who)
-            clock.now += 1e-6  # what the parts of a minute add up to is a little more than the minute
+            clock.now += 1e-6  # the sum over the parts of a minute is slightly more than the minute's limit
         await count(asked, Principal("acme", 2))
         with pytest.raises(RateLimited, match=f"{what} of {a_minute} .this request is 1."):
             await count(asked, who)
@@ -201,8 +201,8 @@ def test_tokens_per_minute_of_a_project(any_world: World) -> None:
     first = any_world.train(batch(run, 1, eight))
     refused = any_world.train(batch(run, 2, eight), status=429)
     assert "this project has reached its limit tokens_per_minute of 10 (this request is 8)" in refused["detail"]
-    assert any_world.train(batch(run, 1, eight)) == first  # a repeat is not counted again
-    any_world.train(batch(any_world.run(), 1, eight))  # in no project
+    assert any_world.train(batch(run, 1, eight)) == first  # repeats are not counted again
+    any_world.train(batch(any_world.run(), 1, eight))  # a session in no project
 
 
 def sample(world: World, sampler: str, seq: int, key: str | None = None) -> Any:
@@ -252,7 +252,7 @@ def test_runs_of_a_project_that_are_in_flight(world: World) -> None:
     first = world.post("create_model", new)
     too_many(world.call("POST", "create_model", json=new | {"model_seq_id": 1}), "runs of this project are in flight")
     assert world.post("create_model", new) == first
-    world.post("create_model", new | {"session_id": world.session()})  # in no project
+    world.post("create_model", new | {"session_id": world.session()})  # a run in no project
 
 
 def test_an_admin_cannot_raise_the_limits_of_the_organisation(any_world: World) -> None:

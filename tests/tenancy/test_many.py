@@ -1,5 +1,5 @@
-"""Many keys, members and projects: what lists tell, and how many there are at most, so that nobody's list holds up
-everybody."""
+"""Organisations with many keys, members and projects: what lists show, and the limits that keep one organisation's long
+list from holding up everybody."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_of_keys_that_have_ended_the_newest_are_told(any_world: World, monkeypat
         assert any_world.call("DELETE", f"weft/keys/{row['id']}").is_success
     told = [row["name"] for row in any_world.get("weft/keys")["keys"]]
     assert told == ["job 4", "job 3", "job 2", ""]
-    assert any_world.get(f"weft/keys/{made[0]['id']}")["name"] == "job 0"  # it is still there
+    assert any_world.get(f"weft/keys/{made[0]['id']}")["name"] == "job 0"  # it still exists
 
 
 def test_limits_of_keys_that_have_ended_are_not_told(any_world: World) -> None:

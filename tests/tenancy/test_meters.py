@@ -1,5 +1,5 @@
-"""What every route declares to meter is what lands in usage: made from the table of routes, each asked with things of
-its own organisation, its operations settled with something of everything, and storage metered an hour later."""
+"""Usage has exactly what each route declares to meter. Made from the table of routes: each is asked with things of its
+own organisation, its operations settle with usage of every kind, and an hour later storage is metered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: dict[Meter, set[str]] = {
     "storage": {"storage"},
     "nothing": set(),
 }
-#: What a worker could say of any operation.
+#: Everything that a worker could report of an operation.
 FACTS = {"tokens": 5, "prefill": 3, "cached_prefill": 2, "sample": 4, "size_bytes": 10**9}
 CHANGING = [route for route in ROUTES if route.access is not None and route.method != "GET"]
 
@@ -36,9 +36,9 @@ def ids_of(world: World, column: Any) -> set[str]:
 
 
 def kinds_after(world: World, operations: set[str], spans: set[str]) -> set[str]:
-    """The kinds of usage that come of what is there beside these."""
+    """The kinds of usage that are recorded beyond those that already were."""
     for operation in sorted(ids_of(world, Operation.id) - operations):
-        assert world.operation(operation).state != "failed"  # it was not refused at the door
+        assert world.operation(operation).state != "failed"  # it was not refused at once
         world.finish(operation, b"", **FACTS)
     storage.meter(world.database, load_prices(), datetime.now(UTC) + timedelta(hours=2))
     with world.database.read() as session:
@@ -50,7 +50,7 @@ def kinds_after(world: World, operations: set[str], spans: set[str]) -> set[str]
 def test_a_route_meters_what_it_declares(world: World, route: Route) -> None:
     ids = things(world)
     before = ids_of(world, Operation.id), ids_of(world, StorageSpan.id)
-    if short(route) == "POST /forward":  # the table's own body has no data
+    if short(route) == "POST /forward":  # the body in the table has no data
         datum = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}, "loss_fn_inputs": TARGETS}
         body = {"model_id": ids["run_id"], "seq_id": 52, "forward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
         reply = world.call("POST", "forward", json=body)

@@ -18,7 +18,7 @@ from tests.api.conftest import World
 from tests.tenancy.conftest import Route, org_id_of
 from tests.tenancy.test_cross_tenant import ROUTES, ask, short, things
 
-#: What only looks, ends, deletes, or brings what there is to its owner; and what has to work for that.
+#: Routes that only read, end, delete, or hand out what is stored; and those that must work for these.
 MAKES_NOTHING = {
     "POST /session_heartbeat",
     "POST /create_session",
@@ -57,7 +57,7 @@ def empty_wallet(world: World) -> None:
 
 
 def overdrawn(world: World) -> None:
-    """By storage, or a payment that was taken back."""
+    """A wallet below zero, from storage or a payment that was taken back."""
     empty_wallet(world)
     fields = {"type": "chargeback", "amount_nusd": -5 * 10**9, "ref_type": "t", "ref_id": "c"}
     world.database.write_now(lambda session: ledger.post(session, org_id=org_id_of(world), **fields))
@@ -73,7 +73,7 @@ def used_up_key(world: World) -> None:
 
 
 def used_up_project(world: World) -> None:
-    """Of all sessions; the key is bound to none."""
+    """A used-up budget of the project that all sessions are in; the key is bound to none."""
     org_id = org_id_of(world)
     project_id = world.database.write_now(lambda session: organisations.create_project(session, org_id, "spent").id)
     with world.database.read() as session:
@@ -96,14 +96,14 @@ NOTHING_LEFT: list[tuple[Callable[[World], None], str]] = [
 def test_what_makes_something_needs_money(world: World, route: Route) -> None:
     ids = things(world)
     path = "training_runs/{run_id}/checkpoints/{kind}/{name}/ttl".format(**ids)
-    assert world.call("PUT", path, json={"ttl_seconds": 3600}).status_code == 200  # for the route that lengthens it
+    assert world.call("PUT", path, json={"ttl_seconds": 3600}).status_code == 200  # for the route that extends it
     before = made(world)
     prices = {"forward_backward": "it can cost", "asample": "it can cost"}
     for nothing_left, told in NOTHING_LEFT[:2] if short(route).endswith("asample") else NOTHING_LEFT:
-        if nothing_left is used_up_project and short(route) == "POST /copy_weights":  # into `default`, which is none
+        if nothing_left is used_up_project and short(route) == "POST /copy_weights":  # goes to `default`, no project
             continue
         nothing_left(world)
-        if short(route) == "POST /forward":  # the table's body has no data, and so is refused for that
+        if short(route) == "POST /forward":  # the table's body has no data, so that is what it is refused for
             continue
         reply = ask(world, route, ids, world.key)
         assert reply.status_code == 402, (route, reply.text)
@@ -127,7 +127,7 @@ def test_with_a_nano_dollar_left_saves_and_steps_go_on(world: World) -> None:
 
 
 def test_a_mistake_is_named_before_the_money(world: World) -> None:
-    """It spends its number, as ever: a client that waits for money would wait for nothing."""
+    """It uses its sequence number as ever: otherwise a client that waits for money would wait for nothing."""
     ids = things(world)
     empty_wallet(world)
     told = world.post("save_weights", {"model_id": ids["run_id"], "seq_id": 83, "path": "a/b"}, status=422)

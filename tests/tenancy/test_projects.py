@@ -22,7 +22,7 @@ def session_in(world: World, project: str | None = None, key: str | None = None,
 
 @pytest.fixture
 def bound(any_world: World) -> str:
-    """A key of the project `p`."""
+    """A key that is bound to the project `p`."""
     project = any_world.post("weft/projects", {"name": "p"})["id"]
     return str(any_world.post("weft/keys", {"project_id": project})["key"])
 
@@ -32,7 +32,7 @@ def project_of(world: World, session_id: str) -> str | None:
         return session.get_one(Session, session_id).project_id
 
 
-def test_made_renamed_archived(any_world: World) -> None:
+def test_a_project_is_made_renamed_and_archived(any_world: World) -> None:
     world = any_world
     made = world.post("weft/projects", {"name": "night runs"})
     assert (made["name"], made["archived_at"]) == ("night runs", None)
@@ -49,8 +49,8 @@ def test_made_renamed_archived(any_world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["ml/research", "/", "..", "a?b#c", "50 %", "Größe"])
-def test_its_id_is_found_in_paths(any_world: World, name: str) -> None:
-    """Whatever name made it; also by a session, as Tinker's clients do."""
+def test_a_projects_id_is_found_in_paths(any_world: World, name: str) -> None:
+    """Whatever name made it; also as the id of a session's project, as Tinker's clients read it."""
     for number, made in enumerate((any_world.post("weft/projects", {"name": name}), None)):
         if made is None:
             session = session_in(any_world, f"{name}/2")["session_id"]
@@ -63,7 +63,7 @@ def test_its_id_is_found_in_paths(any_world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", " a", "a\n", "x" * 129])
-def test_names(world: World, name: str) -> None:
+def test_names_of_projects(world: World, name: str) -> None:
     assert "name: must be" in world.post("weft/projects", {"name": name}, status=400)["detail"]
 
 
@@ -111,8 +111,8 @@ def test_a_member_changes_only_what_is_his(any_world: World) -> None:
     for path, body in refused:
         assert any_world.post(path, body, key=key, status=403)["code"] == "forbidden", path
     any_world.train(batch(others, 2), status=403, key=key)
-    any_world.train(batch(others, 2))  # the refusals took no number
-    # What changes nothing is open to all: sampling, reading, going on from others' weights in a run of one's own.
+    any_world.train(batch(others, 2))  # refused requests use no sequence number
+    # Any member may do what changes nothing: sample, read, or go on from others' weights in a run of their own.
     any_world.post("asample", sample | {"seq_id": 2}, key=key)
     own = any_world.run(any_world.session(key), key=key)
     request_id = any_world.post("save_weights", {"model_id": own, "seq_id": 1, "path": "mine"}, key=key)["request_id"]
@@ -121,7 +121,7 @@ def test_a_member_changes_only_what_is_his(any_world: World) -> None:
 
 
 def test_nobody_makes_the_session_of_a_colleagues_requests_at_the_doors(any_world: World) -> None:
-    """Whose session it is says to which project it is booked, and may move it to another."""
+    """The owner of a session decides to which project it is billed, and may move it to another."""
     world = any_world
     (_, secret), victim = member(world, "member", "eve@example.com"), member(world, "member")
     body = {"tags": [], "user_metadata": {}, "sdk_version": "1"}

@@ -16,7 +16,7 @@ from tests.tenancy.conftest import Route, member, routes_of
 
 ROUTES = routes_of(front())
 
-#: Routes without a key: what guards them instead.
+#: Routes that need no key, and what guards them instead.
 PUBLIC = {
     "GET /api/v1/healthz": "says nothing",
     "GET /api/v1/readyz": "says nothing about anybody",
@@ -32,7 +32,7 @@ PUBLIC = {
     "POST /api/v1/stripe/webhook": "Stripe's signature",
 }
 
-#: What a role may and may not, in words and not from the table that is tested.
+#: What each role may do, written by hand, not read from the table that is tested.
 EXAMPLES: list[tuple[str, str, str]] = [
     ("POST", "forward_backward", "owner admin member"),
     ("POST", "asample", "owner admin member"),
@@ -56,7 +56,7 @@ def test_every_route_declares_scope_limit_and_meter() -> None:
 
 
 def test_routes_without_a_key_are_known() -> None:
-    """A new one must be thought about. Those of the console ask for a signed-in person (tests/console)."""
+    """A new route without a key must be thought about. Those of the console need a signed-in person (tests/console)."""
     public = {str(r) for r in ROUTES if r.access and r.access.public and not r.path.startswith("/console")}
     assert public <= PUBLIC.keys() | {"GET /health", "GET /healthz", "GET /readyz", "GET /livez"}
 
@@ -78,7 +78,7 @@ def test_what_makes_operations_is_counted_as_work() -> None:
 
 
 def test_every_route_answers_with_a_class_of_the_wire() -> None:
-    """Or, where it encodes by hand, with a response."""
+    """A class of the wire types or, where the route encodes by hand, a response."""
     assert [str(r) for r in ROUTES if not (isinstance(r.answer, type) and issubclass(r.answer, (Answer, Reply)))] == []
 
 
@@ -91,7 +91,7 @@ def _ask(world: World, route: Route, key: str) -> Any:
 def test_every_role_against_every_route(world: World, role: str) -> None:
     _, key = member(world, role)
     own = [r for r in ROUTES if r.access and not r.access.public]
-    last = "DELETE /api/v1/auth/apikey/me"  # after it the key is gone
+    last = "DELETE /api/v1/auth/apikey/me"  # afterwards the key is gone
     for route in sorted(own, key=lambda r: str(r) == last):
         assert route.access is not None
         reply = _ask(world, route, key)

@@ -1,4 +1,4 @@
-"""Row-level security on a real PostgreSQL: whoever forgets the organisation in a query still sees his own rows only."""
+"""Row-level security on a real PostgreSQL: a query that forgets the organisation still sees only the caller's rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.servers import PostgresServer
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 A, B = Caller("a", "key:1"), Caller("b", "key:2")
 
-#: Tables with settings of the whole installation.
+#: Tables of settings for the whole installation.
 OF_NOBODY = {"wallet_defaults"}
 
 
@@ -58,7 +58,7 @@ def two(postgres_database: Database) -> Database:
 
 @pytest.fixture
 def plain_login(postgres: PostgresServer) -> Iterator[Database]:
-    """A server that logs in as an ordinary user, who owns the tables and is bound by the policies all the same."""
+    """A server that logs in as an ordinary user who owns the tables; the policies bind this user all the same."""
     name = postgres.create()
     postgres.execute(
         f"DROP ROLE IF EXISTS plain; CREATE ROLE plain LOGIN CREATEROLE; GRANT ALL ON SCHEMA public TO plain; "
@@ -106,7 +106,7 @@ def test_the_owner_of_the_tables_is_bound_too(plain_login: Database) -> None:
 def test_a_login_that_makes_the_roles_itself_may_use_both(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Since PostgreSQL 16 that does not follow from having made them."""
+    """Since PostgreSQL 16 having made a role does not imply that one may use it."""
     roles = ("made_app", "made_service")
     monkeypatch.setattr(row_security, "APP_ROLE", roles[0])
     monkeypatch.setattr(row_security, "SERVICE_ROLE", roles[1])
@@ -128,7 +128,7 @@ def test_a_login_that_makes_the_roles_itself_may_use_both(
 def test_a_login_that_may_not_make_the_roles_is_told_what_to_have_run(
     postgres: PostgresServer, migrated_postgres: str, tmp_path: Path
 ) -> None:
-    """The roles are there, for `migrated_postgres` made them, and the login is a member of none."""
+    """The roles exist, because `migrated_postgres` made them, but the login is a member of neither."""
     postgres.execute("CREATE ROLE humble LOGIN")
     name = postgres.create()
     postgres.execute(f'ALTER DATABASE "{name}" OWNER TO humble')
@@ -173,7 +173,7 @@ def test_what_belongs_to_others_is_neither_changed_nor_deleted(two: Database) ->
 
 
 def test_what_is_spent_of_a_budget_is_of_its_organisation_alone(two: Database) -> None:
-    """Its rows name the budget, and that the organisation."""
+    """Its rows name the budget, and the budget names the organisation."""
 
     def write(session: Session) -> None:
         facts = {"scope": "org", "period": "total", "limit_nusd": 9, "hard": True, "alert_pcts": [], "created_at": NOW}
@@ -194,7 +194,7 @@ def test_what_is_spent_of_a_budget_is_of_its_organisation_alone(two: Database) -
 
 
 def test_works_of_one_transaction_are_restricted_each_by_itself(two: Database) -> None:
-    """The writer puts works of many organisations into one transaction; one that fails changes nothing about it."""
+    """The writer puts works of many organisations into one transaction; a failed one leaves the restriction as is."""
     import asyncio
 
     def fail(session: Session) -> set[str]:
@@ -238,7 +238,7 @@ def test_every_table_has_its_policies(two: Database) -> None:
 
 
 def test_weights_that_lose_their_name_are_stored_by_who_is_on_them(two: Database) -> None:
-    """Also where another organisation deletes what it had published, within its own request."""
+    """Also if another organisation deletes what it had published, within its own request."""
 
     def write(session: Session) -> None:
         for org in ("a", "b"):
@@ -274,7 +274,7 @@ def test_weights_that_lose_their_name_are_stored_by_who_is_on_them(two: Database
 
 @pytest.mark.parametrize("restricted", [False, True])
 def test_who_deletes_what_another_copies_at_this_moment_leaves_the_files(two: Database, restricted: bool) -> None:
-    """Each on a replica of its own; the copy is not committed when the owner deletes."""
+    """Each uses another replica; the copy is not committed yet when the owner deletes."""
 
     def checkpoint(id: str, org: str, run_id: str) -> tables.Checkpoint:
         facts: dict[str, Any] = {"name": "one", "ref": "weights/c", "size_bytes": 1, "user_metadata": {}}

@@ -1,9 +1,8 @@
-"""The clients of a program: they send its operations over HTTP, each as often and in such an order as the schedule has
-it, and keep what they are told.
+"""The clients of a program.
 
-What a client of the SDK does is what they do: a request that was not answered, or answered with a 5xx, is sent again
-with the same sequence number; a result is polled for until it is there.
-"""
+They send its operations over HTTP, as often and in the order that the schedule says, and keep all answers. They behave
+as the SDK's clients do: a request that is not answered, or answered with a 5xx, is sent again with the same sequence
+number; a result is polled until it is there."""
 
 from __future__ import annotations
 
@@ -51,24 +50,24 @@ from tests.truth.world import MODEL, Reply, ServerLost, World
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
-#: Statuses on which clients try again.
+#: Statuses after which clients try again.
 AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 MOST_TRIES = 400
 
-#: The sampler of a session's base model has this number.
+#: The number of the sampler of a session's base model.
 BASE_SAMPLER = 900
 
-#: What a client is told in the end: ("result", content) or ("error", category, text).
+#: How an operation ends for its client: ("result", content) or ("error", category, text).
 Outcome = tuple[Any, ...]
 
 
 class Unanswered(AssertionError):
-    """The service did not come to an answer."""
+    """The service has given no answer."""
 
 
 class Clients:
     def __init__(self, world: World, steps: Sequence[Planned]) -> None:
-        self.outcomes: dict[str, Outcome] = {}  # by place, and part of it
+        self.outcomes: dict[str, Outcome] = {}  # by its operation's place and its part
         self.request_ids: dict[str, str] = {}  # label of an operation, by request id
         self.sessions: dict[int, str] = {}
         self.counts: Counter[str] = Counter()
@@ -96,7 +95,7 @@ class Clients:
         return self.sessions[session] + text[text.index("}") + 1 :]
 
     def plain(self, text: str) -> str:
-        """`text` with names instead of ids that differ from world to world."""
+        """`text` with the ids that differ between worlds replaced by names."""
         for number, session_id in self.sessions.items():
             text = text.replace(session_id, f"session-{number}")
         for request_id, label in self.request_ids.items():
@@ -316,7 +315,7 @@ class Clients:
     # -- requests
 
     async def _submit(self, each: Planned, part: int, path: str, body: bytes, kind: str) -> str | None:
-        """Have an operation accepted; its request id. A repeat must get the same one."""
+        """Have an operation accepted and return its request id. A repeat must get the same id."""
         world, label = self._world, f"{each.place}.{part}"
 
         async def once(delay_s: float) -> Reply:
@@ -371,8 +370,8 @@ class Clients:
         return "result", self.plain(json.dumps(content, sort_keys=True))
 
     def _sample_of(self, payload: bytes) -> Any:
-        """Tokens and the bits of their logprobs. How much of a prompt came from the cache is a question of who came
-        before, so it is no part of the answer."""
+        """The tokens and the bits of their logprobs. How much of a prompt was cached depends on earlier requests, so it
+        does not belong to the answer."""
         result = decode_sample_response(payload)
         return tuple(
             (

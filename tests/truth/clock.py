@@ -1,8 +1,7 @@
-"""An event loop whose time is not the machine's: when nothing is left to do it jumps to the next timer.
+"""An event loop with a time of its own: when nothing is left to do, its clock jumps to the next timer.
 
-So a program with pauses of minutes plays in milliseconds, the same program plays the same way each time, and a wait
-that nobody will ever end is found at once: `Stuck`.
-"""
+So a program with pauses of minutes plays in milliseconds and always in the same way, and a wait that nothing can end is
+found at once: `Stuck`."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ T = TypeVar("T")
 
 
 class Stuck(BaseException):
-    """Everybody waits for somebody else."""
+    """Every task waits for another one."""
 
 
 class _Jumping(selectors.SelectSelector):
-    """Never sleeps: moves the loop's clock instead."""
+    """A selector that does not sleep, but moves the loop's clock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,11 +53,11 @@ class Loop(asyncio.SelectorEventLoop):
         return self._jumping.now_s
 
     def jump(self, seconds: float) -> None:
-        """Time passes, and nobody does anything."""
+        """Let time pass while nobody does anything."""
         self._jumping.now_s += seconds
 
     def be_late(self, seconds: float) -> None:
-        """What is done in a thread at present takes so much longer: whoever waits for it calls `take_late`."""
+        """Make the present work of a thread take longer; whoever waits for the thread calls `take_late`."""
         self._late_s += seconds
 
     def take_late(self) -> float:
@@ -67,7 +66,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` on a Loop. What is left when `main` ends is dropped where it stands."""
+    """`asyncio.run` on a Loop. When `main` ends, all other tasks are dropped where they are."""
     loop = Loop()
     asyncio.set_event_loop(loop)
     loop.set_exception_handler(lambda _loop, _context: None)
@@ -87,7 +86,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 @contextmanager
 def inline_threads() -> Iterator[None]:
-    """What is handed to a thread of the pool is done at once instead, so that things always come in one order."""
+    """Do what is handed to a thread of the pool at once, in this thread, so that everything comes in a fixed order."""
 
     async def run_sync(work: Callable[..., T], *arguments: Any, **_options: Any) -> T:
         await asyncio.sleep(0)
@@ -104,7 +103,7 @@ def inline_threads() -> Iterator[None]:
 
 @contextmanager
 def _wall_clock(loop: Loop) -> Iterator[None]:
-    """What our own modules take for the date goes as the loop's clock, `loop.ahead_s` ahead."""
+    """Our own modules read the loop's clock, `loop.ahead_s` ahead, as the date."""
     began, began_ns = datetime.now().astimezone(), time.time_ns()
 
     class AsDatetime(type):

@@ -1,4 +1,4 @@
-"""The ground that all plays of a test run stand on, and a bench on it."""
+"""The ground for all plays of a test run, and a bench on it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""A program and a schedule for every number, drawn so that what is likely to go wrong comes often: operations of one
-run close behind each other, of several slices and passes, deaths where something is half done.
+"""Draws a program and a schedule for each number, such that likely faults come often: operations of one run close
+together, operations of several slices and passes, deaths where something is half done.
 
-Operations are drawn without looking at each other; those that make no sense are left out by `steps_of`. So any of them
-can be taken away and the rest is still a program (`shrinking`).
-"""
+Operations are drawn independently; `steps_of` leaves out those that make no sense. So any of them can be removed and
+the rest is still a program (`shrinking`)."""
 
 from __future__ import annotations
 
@@ -32,21 +31,21 @@ from tests.truth.programs import (
 )
 from tests.truth.schedules import DEATHS, FAULTS as FAILURES, PAUSES, RANKS, ROLES, Kind, Layout, Mishap, Role, Schedule
 
-#: No slice is longer, so none is cut by what fits in memory.
+#: No slice is longer, so none is cut for lack of memory.
 LONGEST = 24
-#: A load needs the memory of its run twice; so many runs of rank 4 are two of rank 4, or two of the largest rank.
+#: Loading needs the memory of a run twice. So many runs of rank 4 take as much as two of rank 4, or two of the largest.
 LEAST_RUNS = {4: 2, 7: 4}
-#: What may befall a worker at most: an operation that was in its hands three times when it died is given up.
+#: The most deaths of a worker: an operation that was in its hands at three deaths is given up.
 MOST_DEATHS = 2
-#: About how many seams a role has in a play.
+#: About how many seams a role has in one play.
 SEAMS: dict[Role, int] = {"trainer": 130, "server": 450, "generator": 14}
-#: Of a trainer of several ranks: about how many seams its messages and each rank have, and how it may end there.
+#: For a trainer of several ranks: about how many seams its messages and each rank have, and how a rank may end there.
 RANK_SEAMS: dict[Role, int] = {"trainer": 60, **dict.fromkeys(RANKS, 90)}
 RANK_ENDS: dict[Role, tuple[Kind, ...]] = {"trainer": DEATHS, **dict.fromkeys(RANKS, (*DEATHS, "hangs"))}
 #: And about how many statements its server sends to the database.
 STATEMENTS = 1500
 
-#: Kinds of operations, and how often each comes among them.
+#: Kinds of operations, and how often each is drawn.
 _KINDS = {
     ForwardBackward: 34,
     Step: 22,
@@ -63,11 +62,11 @@ _KINDS = {
 
 
 def draw(number: int, *, faults: bool = True, most_operations: int = 22) -> tuple[Program, Schedule]:
-    """Always the same for the same number. With `faults` blobs and commits fail as well."""
+    """The program and schedule of a number, always the same. With `faults` blobs and commits fail as well."""
     rng = Random(number)
     program, schedule = draw_program(rng, most_operations), draw_schedule(rng, faults)
     largest = max(op.rank for op in program if isinstance(op, Create))
-    if rng.random() < 0.4:  # nobody has told the trainer
+    if rng.random() < 0.4:  # the trainer has not been told
         schedule = replace(schedule, machine_runs=LEAST_RUNS[max(4, largest)], resident_runs=0)
     return program, replace(schedule, steps=rng.choice((0, 0, 2, 3, 5)))
 
@@ -75,7 +74,7 @@ def draw(number: int, *, faults: bool = True, most_operations: int = 22) -> tupl
 def draw_ranks(
     number: int, layout: Layout, *, faults: bool = True, rank_counts: tuple[int, ...] = (2,)
 ) -> tuple[Program, Schedule]:
-    """The same program, for a trainer of several ranks, of which one or the other dies or hangs."""
+    """The same program, for a trainer of several ranks, some of which die or hang."""
     program, schedule = draw(number, faults=faults)
     rng = Random(number)
     count = Random(f"ranks {number}").choice(rank_counts)
@@ -93,7 +92,7 @@ def draw_ranks(
 
 
 def draw_program(rng: Random, most_operations: int) -> Program:
-    """Up to four runs, and some operations of theirs; often several in a row are of one run."""
+    """Up to four runs and some of their operations; often several of one run in a row."""
     runs = rng.choice((1, 2, 2, 3, 4))
     program: list[Operation] = [_create(rng, run) for run in range(runs)]
     run = 0
@@ -111,7 +110,7 @@ def _create(rng: Random, run: int) -> Create:
 
 
 def draw_batch(rng: Random) -> Batch:
-    """From one datum to many: of one slice, of several, and of several passes."""
+    """From one datum to many: in one slice, in several, and in several passes."""
     lengths = tuple(rng.randint(1, LONGEST) for _ in range(rng.choice((1, 1, 2, 3, 5, 8))))
     loss = rng.choice(["cross_entropy"] * 3 + [*RL_LOSSES, CUSTOM])
     config: tuple[tuple[str, float], ...] = ()
@@ -169,7 +168,7 @@ def _step(rng: Random, run: int) -> Step:
 
 
 def draw_schedule(rng: Random, faults: bool) -> Schedule:
-    """An eager one."""
+    """A schedule in which clients do not wait for answers before they send more."""
     mishaps: list[Mishap] = []
     for role, seams in SEAMS.items():
         deaths = rng.choice((0, 1, MOST_DEATHS))
@@ -203,7 +202,7 @@ def draw_schedule(rng: Random, faults: bool) -> Schedule:
 
 
 def _lesser(rng: Random) -> list[Mishap]:
-    """Statements that fail, reads that come short, disks that are slow, and clocks."""
+    """Smaller mishaps: failing statements, short reads, slow disks, and clocks."""
     mishaps = [
         Mishap("database", rng.randint(1, STATEMENTS), rng.choice(FAILURES), rng.choice((1, 1, 2, 5)))
         for _ in range(rng.choice((0, 1, 2, 3)))

@@ -52,9 +52,9 @@ from tests.truth.search import Bench
 #: The name of the checkpoint that holds a run's first weights.
 START = 89
 SLACK = 20.0
-#: Where float32 and float64 differ by more than this (log-probabilities; else relative), a run is lost to rounding.
+#: Where float32 and float64 differ by more (log-probabilities; else relative), rounding has made a run incomparable.
 LOST = 1e-2
-#: What is allowed in any case: of log-probabilities; relative, of losses and norms, and of a weight tensor's change.
+#: Always allowed: of log-probabilities; relative, of losses, norms, and the change of a weight tensor.
 LOGPROB, RELATIVE, WEIGHTS = 1e-4, 1e-4, 1e-3
 
 
@@ -67,7 +67,7 @@ LOSSES[CUSTOM] = custom
 
 
 def compare_in_plain(bench: Bench, model: Any, program: Sequence[Operation]) -> InPlain:
-    """Play a program patiently in the service, then in plain torch with the `model` that the service has."""
+    """Play a program patiently in the service, then in plain torch with `model`, the same as the service's."""
     with mock.patch.object(plays, "bits_of", tensors_of):
         found = bench.play(with_starts(program))
     done = InPlain(model, found)
@@ -77,7 +77,7 @@ def compare_in_plain(bench: Bench, model: Any, program: Sequence[Operation]) -> 
 
 
 def with_starts(program: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Every run's first weights are saved."""
+    """The program, with every run's first weights saved."""
     return tuple(
         part for op in program for part in ((op, SaveState(op.run, START)) if isinstance(op, Create) else (op,))
     )
@@ -88,7 +88,7 @@ def tensors_of(folder: Path) -> dict[str, Any]:
 
 
 def factors_of(tensors: Mapping[str, Tensor]) -> Factors:
-    """The tensors of a checkpoint by the names that an export has for them."""
+    """The tensors of a checkpoint, by their names in an export."""
     found: Factors = {}
 
     def pair(module: str, a: Tensor, b: Tensor) -> None:
@@ -131,23 +131,23 @@ class Pair:
 
 @dataclass
 class InPlain:
-    """Goes through a play in the order of its operations. `differences` says what plain torch has otherwise."""
+    """Follows a play in the order of its operations. `differences`: where plain torch gives something else."""
 
     model: Any
     found: plays.Found
     differences: list[str] = field(default_factory=list)
     compared: Counter[str] = field(default_factory=Counter)
-    #: Runs whose next step would lack a gradient, and is not taken.
+    #: Runs whose next step would lack a gradient, and so is not taken.
     lacking: set[int] = field(default_factory=set)
-    #: Runs of which nothing more can be said.
+    #: Runs that can no longer be compared.
     lost: set[int] = field(default_factory=set)
-    #: How much of what is allowed was used, at most, by kind.
+    #: The largest share of the allowed difference that was used, by kind.
     used: dict[str, float] = field(default_factory=dict)
     _runs: dict[int, Pair] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         single = copy.deepcopy(self.model)
-        single.set_experts_implementation("eager")  # the only one that takes float64
+        single.set_experts_implementation("eager")  # only these experts take float64
         self._models = (single, copy.deepcopy(single).double())
 
     def take(self, each: Planned) -> None:
@@ -195,7 +195,7 @@ class InPlain:
             e for e in self.found.steps if isinstance(e.op, SaveState) and (e.op.run, e.op.name) == (op.run, op.name)
         ]
         if each is not last[-1] or op.name == START:
-            return  # what is there is another one
+            return  # a later save has the name
         tensors = self.found.checkpoints[f"session-{made.session}:train:{made.model_seq}/weights/n{op.name}"]
         single, double = (copied(plain.state).factors for plain in self._runs[op.run])
         start = self._runs[op.run].double.saved.get(str(START), State(double)).factors
@@ -224,7 +224,7 @@ class InPlain:
         self._hold(each, "loss", abs(got - double.loss) / size, abs(single.loss - double.loss) / size, RELATIVE)
 
     def _two_pass(self, each: Planned, op: TwoPass) -> None:
-        """The second pass has weights that the client made of what the service had told it."""
+        """The second pass has weights that the client computed from the service's answer to the first."""
         batch = replace(op.batch, loss="cross_entropy", config=(), targets=1)
         data = data_of(batch)
         if not self._ended_well(each):

@@ -17,9 +17,8 @@ from workers.trainer.runs import arena
 
 @contextmanager
 def little_memory(most_tokens: int, states_bytes: int) -> Iterator[Counter[str]]:
-    """Computing more than `most_tokens` at once (0: anything goes) runs out of memory, when part of a gradient is there
-    already: half of the parts are computed, and nothing is right any more. So does what would take the states of runs
-    beyond `states_bytes` (0: anything goes)."""
+    """Computing more than `most_tokens` at once (0: no limit) runs out of memory when the gradient is half computed, so
+    that all of it is wrong. More than `states_bytes` for the states of runs (0: no limit) runs out of memory, too."""
     counts: Counter[str] = Counter()
     make, take = arena.Arena, arena.Arenas.take
     taking: list[arena.Arenas] = []
@@ -53,7 +52,7 @@ def little_memory(most_tokens: int, states_bytes: int) -> Iterator[Counter[str]]
 
 @contextmanager
 def few_guests(most: int) -> Iterator[None]:
-    """There is no memory for every so manyth part that is to be computed for another rank; 0: there always is."""
+    """Memory runs out for one in every so many parts that are to be computed for another rank (0: for none)."""
     of_guest, made = arena.Arena.of_guest, 0
 
     def arena_of(kind: Any, weights: Any, **how: bool) -> arena.Arena:

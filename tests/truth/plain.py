@@ -24,10 +24,10 @@ Datum = Mapping[str, Any]
 Factors = dict[str, Tensor]
 Loss = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
 
-#: Sequences that are computed at once; it bounds memory and changes nothing else.
+#: Sequences that are computed at once, to bound memory; the number changes no result.
 BATCH = 64
 PREFIX = "base_model.model."
-#: The names that Tinker's layout has for the parts of stacked experts.
+#: Names in Tinker's layout for the parts of stacked experts.
 EXPERTS = {"w1": "gate", "w2": "down", "w3": "up"}
 
 
@@ -49,7 +49,7 @@ def load_factors(export: Path) -> tuple[Factors, float]:
 
 
 def folded(model: Any, factors: Factors, scale: float) -> Factors:
-    """All weights of the model with the adapter in them: W + scale B A. A factor [1, ..] is shared by all experts."""
+    """All weights of the model with the adapter added: W + scale B A. A factor [1, ..] is shared by all experts."""
     weights = dict(model.named_parameters())
 
     def delta(module: str) -> Tensor:
@@ -93,7 +93,7 @@ def cispo(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) 
 
 
 def dro(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """A position with A = 0 and q = 0 is what the cookbook makes of a prompt, and is left out."""
+    """A position with A = 0 and q = 0 is left out: the cookbook makes prompts so."""
     advantages, q = datum["advantages"], datum["logprobs"]
     inside = (advantages != 0) | (q != 0)
     return -(lp * advantages - config.get("beta", 0.1) / 2 * (lp - q) ** 2)[inside].sum()
@@ -108,7 +108,7 @@ def gspo(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) -
 
 
 def stable_reinforce(lp: Tensor, datum: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """As docs/losses.md defines it; whether a position with A = 0 is inside goes by the rule for dro."""
+    """As docs/losses.md defines it; a position with A = 0 and q = 0 is left out, as for dro."""
     advantages, q = datum["advantages"], datum["logprobs"]
     ratio, moved = torch.exp(lp - q), torch.exp(lp.detach()) - torch.exp(q)
     low, high = config.get("clip_low_threshold", 0.125), config.get("clip_high_threshold", 8.0)
@@ -144,7 +144,7 @@ class State:
 
 @dataclass(frozen=True)
 class Computed:
-    """Of one forward or forward_backward. `unsure` marks positions that may honestly come out otherwise, because at or
+    """The answer of one forward or forward_backward. `unsure` marks positions that may rightly differ, because at or
     before them a router chose between two experts whose logits differ by less than `Plain.tie`."""
 
     loss: float
@@ -153,8 +153,8 @@ class Computed:
 
 
 class Plain:
-    """A run that starts from these factors; `scale` is alpha / rank. `tie`: by how much router logits may differ and
-    round-off still turn them over."""
+    """A run that starts from these factors; `scale` is alpha / rank. `tie`: router logits that differ by less may
+    change their order by round-off."""
 
     def __init__(self, model: Any, factors: Factors, scale: float, *, tie: float = 1e-5) -> None:
         self.model, self.scale, self.tie = model, scale, tie
@@ -187,7 +187,7 @@ class Plain:
         return norm
 
     def save_state(self, name: str) -> None:
-        """A gradient that no step has used yet is no part of it."""
+        """Weights and moments; a gradient that no step has used is not saved."""
         self.saved[name] = copied(self.state)
 
     def load_state(self, saved: State, *, optimizer: bool) -> None:
@@ -215,7 +215,7 @@ class Plain:
         return Computed(total, logprobs, unsure)
 
     def _logprobs(self, batch: Sequence[Datum]) -> list[tuple[Tensor, Tensor]]:
-        """Of each datum, the log-probabilities of its targets, in their shape, and `unsure`. Shorter data are padded at
+        """For each datum the log-probabilities of its targets, in their shape, and `unsure`. Shorter data are padded at
         their end, which causal attention does not see."""
         sizes = [len(datum["tokens"]) for datum in batch]
         tokens_NT = torch.zeros(len(batch), max(sizes), dtype=torch.int64)
@@ -238,7 +238,7 @@ class Plain:
         return found
 
     def _unsure(self, router_logits: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        """[data, tokens]: whether at the token or before it the last expert to be chosen hardly was."""
+        """[data, tokens]: whether, at the token or before it, the last chosen expert was chosen by less than `tie`."""
         chosen = self.model.config.num_experts_per_tok
         unsure_NT = torch.zeros(shape, dtype=torch.bool)
         for logits in router_logits:

@@ -1,5 +1,5 @@
-"""Faults that the model must find, planted into the code that it plays: each is one that has been there, or that an
-ordinary slip would bring."""
+"""Faults planted into the code that the model plays, which it must find. Each has existed, or could come from an
+ordinary slip."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.trainer.trainer import Trainer
 
 @contextmanager
 def _patched(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """RuntimeError at the end if a name that the fault uses is not there: its failing must not pass for being found."""
+    """RuntimeError at the end if a name that the fault uses does not exist: that failure would pass for being found."""
     fault = change(getattr(owner, name))
     wrong: list[AttributeError] = []
 
@@ -52,7 +52,7 @@ def _patched(owner: Any, name: str, change: Callable[[Callable[..., Any]], Calla
 
 
 def lost_gradient() -> AbstractContextManager[Any]:
-    """When the next operation of a run begins, what earlier passes have computed of the one before is forgotten."""
+    """When the next operation of a run begins, what earlier passes have computed of the previous one is forgotten."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         def begin(self: Trainer, op: Any) -> Progress:
@@ -69,7 +69,7 @@ def lost_gradient() -> AbstractContextManager[Any]:
 
 
 def snapshot_too_new() -> AbstractContextManager[Any]:
-    """A snapshot is taken for one that holds the operation after it as well."""
+    """A snapshot is believed to contain the operation after it as well."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         async def snapshot(self: Training, taken: Any) -> None:
@@ -81,7 +81,7 @@ def snapshot_too_new() -> AbstractContextManager[Any]:
 
 
 def short_replay() -> AbstractContextManager[Any]:
-    """The last operation that was answered is not replayed."""
+    """The last answered operation is not replayed."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         def rebuild(self: RunLane, pending: Any) -> Any:
@@ -114,7 +114,7 @@ def added_twice() -> AbstractContextManager[Any]:
 
 
 def applied_twice() -> AbstractContextManager[Any]:
-    """A request that comes again while its operation waits is queued again."""
+    """A request that is sent again while its operation waits is queued a second time."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         async def accept(self: Journal, new: Any, *rows: Any) -> str:
@@ -148,8 +148,8 @@ def half_a_page() -> AbstractContextManager[Any]:
 
 
 def failures_billed() -> AbstractContextManager[Any]:
-    """An operation that failed before anything was computed is billed: one that the front refused counts no tokens, so
-    for one."""
+    """An operation that failed before anything was computed is billed; one that the API refused has no tokens, so for
+    one."""
 
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         def charge(row: Any, ending: Any, outcome: Any) -> Any:

@@ -1,8 +1,7 @@
-"""One play of a program under a schedule, all that can be seen of it afterwards, and the comparison of two.
+"""One play of a program under a schedule, its visible results, and the comparison of two plays.
 
-Two plays of one program must agree to the bit, whatever their schedules: in what clients were told, in the weights,
-moments and step counts that were saved, and in the bill. `differences` names what does not.
-"""
+Two plays of one program must agree to the bit, whatever their schedules: in the clients' answers, in the saved weights,
+moments and step counts, and in the bill. `differences` lists where they do not."""
 
 from __future__ import annotations
 
@@ -39,15 +38,15 @@ from tests.workers.trainer.allocations import short_steps
 
 @dataclass
 class Found:
-    """What a play has left. `outcomes` by place of the operation and part of it; `checkpoints` by path, with a digest
-    of the bits of each tensor; `bill` by (organisation, run, operation, kind); `charged_nusd` by organisation."""
+    """The results of a play. `outcomes` by the operation's place and its part; `checkpoints` by path, with a digest of
+    each tensor's bits; `bill` by (organisation, run, operation, kind); `charged_nusd` by organisation."""
 
     steps: Sequence[Planned]
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     checkpoints: dict[str, dict[str, str]] = field(default_factory=dict)
     bill: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
     charged_nusd: dict[str, int] = field(default_factory=dict)
-    wrong: list[str] = field(default_factory=list)  # what no play may leave
+    wrong: list[str] = field(default_factory=list)  # faults that no play may have
     statistics: Counter[str] = field(default_factory=Counter)
 
 
@@ -114,7 +113,7 @@ def _collect(found: Found, world: World, clients: Clients) -> None:
 
 
 def _check_money(found: Found, session: Any, names: dict[str, str]) -> None:
-    """Ledger, wallet and events agree, and nothing is held any more."""
+    """Ledger, wallet and events agree, and no hold is left."""
     for wallet in session.scalars(select(tables.Wallet)):
         entries = select(func.coalesce(func.sum(tables.LedgerEntry.amount_nusd), 0)).filter_by(org_id=wallet.org_id)
         ledger, charged = session.scalar(entries), found.charged_nusd.get(names[wallet.org_id], 0)
@@ -127,7 +126,7 @@ def _check_money(found: Found, session: Any, names: dict[str, str]) -> None:
 
 
 def bits_of(folder: Path) -> dict[str, str]:
-    """A digest of every tensor in a checkpoint's folder, and what its config says."""
+    """A digest of every tensor in a checkpoint's folder, and the contents of its config."""
     if not folder.is_dir():
         return {"folder": "is missing"}
     found = {}
@@ -145,10 +144,10 @@ def bits_of(folder: Path) -> dict[str, str]:
 
 
 def differences(one: Found, other: Found, *, damaged: bool = False) -> list[str]:
-    """What the second play has otherwise than the first, and what is wrong with either; empty when they agree.
+    """What differs in the second play, and what is wrong in either; empty if they agree.
 
-    Where files were `damaged`, a client may be told so instead; what comes after that in the same run, and in what is
-    made of it, is another story. A number that is told all the same must be the right one."""
+    Where files were `damaged`, a client may be told so instead of a result; later operations of the same run, and of
+    what is made of it, may then differ. But a number that is answered must be right."""
     lines = [f"first: {line}" for line in one.wrong] + [f"second: {line}" for line in other.wrong]
     excused = _excused(one, other) if damaged else set()
     for label in sorted({*one.outcomes, *other.outcomes}, key=_by_place):
@@ -167,7 +166,7 @@ def differences(one: Found, other: Found, *, damaged: bool = False) -> list[str]
 
 
 def _ordered(outcome: Outcome | None, op: Operation) -> object:
-    """An outcome without protobuf's choice of the order of what a result names, which each process makes anew."""
+    """An outcome without protobuf's order of names in a result, which differs from process to process."""
     if outcome is None or outcome[0] != "result" or not isinstance(op, Forward | ForwardBackward | TwoPass):
         return outcome
     outputs, metrics = decode_train_output(outcome[1])
@@ -176,7 +175,7 @@ def _ordered(outcome: Outcome | None, op: Operation) -> object:
 
 
 def _excused(one: Found, other: Found) -> set[int]:
-    """Places of operations whose client was told, with them or before, that something of their run was lost."""
+    """Places of operations whose client was told, by then at the latest, that something of their run was lost."""
     told: set[int] = set()  # runs and, as -1 - number, samplers
     excused: set[int] = set()
     saves = [each.op for each in one.steps if isinstance(each.op, SaveSampler)]
@@ -201,8 +200,8 @@ def _excused(one: Found, other: Found) -> set[int]:
 
 
 def _unequal_bills(one: Found, other: Found) -> list[str]:
-    """Prompts may come from the prefix cache, which costs less, when others came before: only together are tokens of
-    prompts what they are, and only without a cache is the sum of money."""
+    """Prompt tokens from the prefix cache cost less, and how many come from it depends on earlier requests. So cached
+    and other prompt tokens are compared as one sum, and money only if nothing came from the cache."""
     lines = []
     mine, theirs = _joined(one.bill), _joined(other.bill)
     for key in sorted({*mine, *theirs}):
@@ -236,7 +235,7 @@ def _brief(outcome: Outcome | None) -> str:
 
 @contextmanager
 def same_ids(seed: int) -> Iterator[None]:
-    """Ids are drawn from `seed`: what is sorted by them comes in the same order in each play."""
+    """Ids are drawn from `seed`, so that what is sorted by ids comes in the same order in each play."""
     rng = random.Random(seed)
     with mock.patch("uuid.uuid4", side_effect=lambda: uuid.UUID(int=rng.getrandbits(128), version=4)):
         yield
@@ -244,7 +243,7 @@ def same_ids(seed: int) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What workers and server would log about mishaps that are meant to be."""
+    """Silence what workers and server would log about intended mishaps."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

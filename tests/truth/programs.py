@@ -18,15 +18,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: Of the base model that programs are played on.
+#: The vocabulary of the base model that programs are played on.
 VOCAB = 96
 CONTEXT = 128
-#: `alpha / rank` scales what an adapter adds; it is the service's choice.
+#: `alpha / rank` scales what an adapter adds; the service chooses it.
 ALPHA = 32.0
-#: Sessions take turns at these.
+#: Sessions belong to these in turn.
 ORGANISATIONS = ("acme", "rival")
 #: Names of checkpoints that `steps_of` adds at the end: each run's state, and its state after one more step, whose
-#: first moment shows what gradient was left in the run.
+#: first moment shows the gradient that was left in the run.
 LAST, BEYOND = 90, 91
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -40,7 +40,7 @@ class Batch:
     seed: int = 0
     loss: str = "cross_entropy"
     config: tuple[tuple[str, float], ...] = ()
-    targets: int = 1  # per position; more than one only for cross_entropy
+    targets: int = 1  # per position; several only for cross_entropy
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Datum:
 
 @dataclass(frozen=True)
 class Create:
-    """A fresh run. Its adapter's first weights follow from rank and seed."""
+    """A new run. Its adapter's first weights follow from rank and seed."""
 
     run: int
     session: int = 0
@@ -77,7 +77,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Forward:
-    """Losses and logprobs; trains nothing. Sent in `chunks` operations, as clients split large batches."""
+    """Compute losses and logprobs, and train nothing. Sent in `chunks` operations, as clients split large batches."""
 
     run: int
     batch: Batch
@@ -86,7 +86,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Adds the gradient of the batch to the run's."""
+    """Add the gradient of the batch to the run's."""
 
     run: int
     batch: Batch
@@ -117,7 +117,7 @@ class Step:
 
 @dataclass(frozen=True)
 class SaveState:
-    """Weights and optimizer as the checkpoint `name`. A name that is taken is refused, unless `overwrite`."""
+    """Save weights and optimizer as the checkpoint `name`. A name that is taken is refused, unless `overwrite`."""
 
     run: int
     name: int
@@ -126,8 +126,8 @@ class SaveState:
 
 @dataclass(frozen=True)
 class SaveSampler:
-    """The weights, to sample from as sampler `sampler`: by name and a sampler of it (`named`), unnamed and at once, or,
-    `inflight`, as the sampler that follows the run."""
+    """Save the weights to sample from as sampler `sampler`: under a name with a sampler of that (`named`), unnamed and
+    at once, or (`inflight`) as the sampler that follows the run."""
 
     run: int
     sampler: int
@@ -136,7 +136,7 @@ class SaveSampler:
 
 @dataclass(frozen=True)
 class Load:
-    """A saved state, in place. An accumulated gradient is lost with the weights it belonged to."""
+    """Load a saved state into the run. A gradient that was accumulated is lost with the weights it belonged to."""
 
     run: int
     source: tuple[int, int]
@@ -158,14 +158,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class EndSession:
-    """What is queued still runs; nothing more is taken."""
+    """End a session. What is queued still runs, but no more is accepted."""
 
     session: int
 
 
-#: What a Bad operation has wrong: a token id that the model lacks; targets shorter than the input; a loss that nobody
-#: knows; a weight that is no number; a weight so large that the gradient is none; the other optimizer's parameters;
-#: a checkpoint that is not there.
+#: What is wrong in a Bad operation: a token id that the model lacks; targets shorter than the input; an unknown loss; a
+#: NaN weight; a weight so large that the gradient is not finite; parameters of the other optimizer; a checkpoint that
+#: does not exist.
 Fault = Literal["token", "lengths", "loss", "nan", "overflow", "optimizer", "path"]
 FAULTS: tuple[Fault, ...] = ("token", "lengths", "loss", "nan", "overflow", "optimizer", "path")
 
@@ -238,7 +238,7 @@ def custom_loss(logprobs: Any, advantages: Any, q: Any) -> Any:
 
 
 def custom_inputs(datum: Datum) -> dict[str, Array]:
-    """A datum of CUSTOM as it is sent: `q` beside the advantages. `logprobs` is what the loss is of."""
+    """A datum of CUSTOM as it is sent: `q` beside the advantages. The loss is a function of `logprobs`."""
     inputs = dict(datum.inputs)
     inputs["q"] = inputs.pop("logprobs")
     return inputs
@@ -268,12 +268,12 @@ def chunks_of(lengths: Sequence[int], chunks: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Planned:
-    """An operation of a program with its place: `seqs` are its sequence numbers in its run (one for each chunk; two of
-    a TwoPass), `model_seq` the number of a new run in its session, `sampler_seq` that of a new sampler in its session,
-    or of a sample in its sampler.
+    """An operation of a program with its place.
 
-    `answered` are the places of earlier operations whose results must be there before this one is sent, `accepted`
-    those that must have been accepted."""
+    `seqs`: its sequence numbers in its run (one for each chunk; two of a TwoPass); `model_seq`: the number of a new run
+    in its session; `sampler_seq`: that of a new sampler in its session, or of a sample in its sampler. Before it is
+    sent, operations at the places `answered` must have their results, and those at `accepted` must have been
+    accepted."""
 
     place: int
     op: Operation
@@ -291,19 +291,19 @@ class _Planner:
 
     planned: list[Planned] = field(default_factory=list)
     runs: dict[int, int] = field(default_factory=dict)  # session of a run
-    kinds: dict[int, Create] = field(default_factory=dict)  # what a run is like
+    kinds: dict[int, Create] = field(default_factory=dict)  # rank, parts and optimizer of a run
     seqs: dict[int, int] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
-    models: dict[int, int] = field(default_factory=dict)  # runs of a session so far
+    models: dict[int, int] = field(default_factory=dict)  # number of runs in a session so far
     samplers: dict[int, tuple[SaveSampler, int, int]] = field(default_factory=dict)  # (save, its place, session)
-    numbers: dict[int, int] = field(default_factory=dict)  # samplers of a session so far
-    samples: dict[int | tuple[str, int], int] = field(default_factory=dict)  # of a sampler so far
+    numbers: dict[int, int] = field(default_factory=dict)  # number of samplers in a session so far
+    samples: dict[int | tuple[str, int], int] = field(default_factory=dict)  # number of samples of a sampler so far
     saves: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # places of saves by run and name
     reads: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # places of loads by source
     optimizers: dict[int, str] = field(default_factory=dict)
 
     def add(self, op: Operation, session: int, **facts: Any) -> None:
-        """Plan an operation. A client uses a run once it knows that the run was taken."""
+        """Plan an operation. A client uses a run once it knows that it was created."""
         made = [
             e.place for e in self.planned if isinstance(e.op, Create | Resume) and e.op.run == getattr(op, "run", -1)
         ]
@@ -319,7 +319,7 @@ class _Planner:
         return tuple(range(first, first + count))
 
     def take(self, op: Operation) -> None:
-        """Plan `op`, or leave it out where it makes no sense."""
+        """Plan `op`, or leave it out if it makes no sense."""
         match op:
             case Create():
                 self._create(op)
@@ -356,7 +356,7 @@ class _Planner:
         self.reads.setdefault(op.source, []).append(place)
 
     def _visible(self, source: tuple[int, int], session: int) -> bool:
-        """Whether that name was saved, by a run of the same organisation."""
+        """Whether a run of the same organisation has saved that name."""
         return source in self.saves and organisation(self.runs[source[0]]) == organisation(session)
 
     def _sample(self, op: Sample) -> None:
@@ -382,7 +382,7 @@ class _Planner:
             return
         self.ended.add(op.session)
         here = self.places(op.session)
-        several = Sample | TwoPass | SaveSampler  # a second request of theirs needs the session
+        several = Sample | TwoPass | SaveSampler  # a second request of the operation needs the session
         samples = frozenset(e.place for e in self.planned if e.place in here and isinstance(e.op, several))
         self.add(op, op.session, answered=samples, accepted=here)
 
@@ -413,7 +413,7 @@ class _Planner:
         self.samplers[op.sampler] = (op, len(self.planned), session)
         number = self.numbers.get(session, 0)
         self.numbers[session] = number + 1
-        # An inflight save moves the samplers that samples of this run may be drawn from: those end first.
+        # An inflight save moves the samplers that samples of this run may be drawn from, so those samples end first.
         drawn = frozenset(
             e.place
             for e in self.planned
@@ -427,8 +427,8 @@ def organisation(session: int) -> str:
 
 
 def steps_of(program: Sequence[Operation]) -> list[Planned]:
-    """Every operation of a program that makes sense, with its place and what it waits for; and at the end, of every run
-    that still is, what shows its weights, its optimizer and the gradient left in it."""
+    """Every operation of a program that makes sense, with its place and what it waits for. At the end come operations
+    that show each existing run's weights, optimizer and remaining gradient."""
     planner = _Planner()
     for op in program:
         planner.take(op)
@@ -439,7 +439,7 @@ def steps_of(program: Sequence[Operation]) -> list[Planned]:
 
 
 def kind_of_run(steps: Sequence[Planned], run: int) -> Create:
-    """Rank, trained parts and optimizer of a run, which a resumed one has from its source."""
+    """Rank, trained parts and optimizer of a run; a resumed run has them from its source."""
     for each in steps:
         if isinstance(each.op, Create) and each.op.run == run:
             return each.op

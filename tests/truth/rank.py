@@ -1,5 +1,5 @@
-"""One rank of a world's trainer: the real process (`workers.trainer.ranks.process`), forked by `ranks`, but that its
-world is asked before it touches a blob or another rank, and may have it die there, or hang."""
+"""One rank of a world's trainer: the real process (`workers.trainer.ranks.process`), forked by `ranks`. Before it
+touches a blob or another rank it asks its world, which may have it die or hang there."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from workers.leave import leave
 from workers.trainer.ranks import process
 from workers.trainer.ranks.group import Group
 
-#: Where a rank may be lost, among the others: `Group`'s calls.
+#: A rank may be lost at these calls of `Group`, among other places.
 CALLS = ("vote", "give", "take", "exchange")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a machine has: `Schedule.most_tokens`, bytes for the states of runs, `Schedule.guests` and `steps`."""
+    """The memory of a machine: `Schedule.most_tokens`, bytes for the states of runs, `Schedule.guests` and `steps`."""
 
     most_tokens: int
     states_bytes: int
@@ -38,7 +38,7 @@ class Memory:
 
 
 class FarLife(Life):
-    """The world has the seams."""
+    """A life whose seams are counted by the world, in another process."""
 
     def __init__(self, wire: Connection) -> None:
         self.alive = True
@@ -87,7 +87,7 @@ def main(
 
 
 def said_by(folder: Path, rank: int) -> Path:
-    """What a rank has said, to its standard error as well."""
+    """The file of a rank's output, standard error included."""
     return folder / f"rank{rank}.txt"
 
 

@@ -1,8 +1,7 @@
-"""A trainer of several ranks in a world: processes over gloo, and what torchrun is for them.
+"""A trainer of several ranks in a world: processes over gloo, and what torchrun does for them.
 
-Each life of the trainer is a set of processes of its own, forked from one that has imported everything. The world
-hears of whatever they touch, and each rank has seams of its own, so that a play is the same each time.
-"""
+Each life of the trainer is a new set of processes, forked from one that has imported everything. The world is asked
+whenever they touch something, and each rank has seams of its own, so that a play is always the same."""
 
 from __future__ import annotations
 
@@ -28,23 +27,23 @@ from tests.truth.schedules import RANKS, Kind, Role, Schedule
 from tests.truth.seams import Life
 from tests.truth.strand import Killed, Strand
 
-#: Ranks that have lost their server and do not leave by then have a fault of their own.
+#: Ranks that have lost their server and have not ended by then are at fault.
 LEAVE_WITHIN_S = 60.0
 
 _monotonic = time.monotonic
 
 
 def real_time() -> AbstractContextManager[Any]:
-    """In a world `time` is another; multiprocessing waits by this machine's."""
+    """A world replaces `time.monotonic`; multiprocessing waits by the machine's clock."""
     return mock.patch("time.monotonic", _monotonic)
 
 
 class RankLost(RuntimeError):
-    """A rank has ended that nobody had ended."""
+    """A rank has ended though nothing has ended it."""
 
 
 def body(strand: Strand, counts: Counter[str], lives: dict[Role, Life], config: TrainerConfig, memory: Memory) -> None:
-    """The trainer's life as a strand: what rank 0 says is said by the strand. `counts`: of what the ranks touch."""
+    """The trainer's life as a strand, which sends what rank 0 sends. `counts`: of what the ranks touch."""
     group = _Group(counts, lives, config, memory)
     try:
         group.serve(strand)
@@ -55,7 +54,7 @@ def body(strand: Strand, counts: Counter[str], lives: dict[Role, Life], config: 
 def config_of(
     folder: Path, model: tuple[str, Path], base: Path, bounds: TrainerBounds, pages: str, schedule: Schedule
 ) -> TrainerConfig:
-    """`base`: where the ranks map it, if they do."""
+    """The trainer's config. `base`: the file that the ranks map, if they map the base."""
     where = str(base) if schedule.ranks == "mapped" else ""
     basics = Basics(str(folder), {model[0]: str(model[1])}, device="cpu", dtype="float32", base_dir=where)
     shard = "experts" if schedule.ranks == "experts" else "all"
@@ -67,10 +66,10 @@ class _Group:
         self._folder, self._counts, self._lives = Path(config.basics.data_dir), counts, lives
         self._link, far_link = socket.socketpair()
         self._wires: dict[Connection, Role] = {}
-        self._processes: dict[int, Any] = {}  # by their sentinel
-        self._doomed = False  # a rank is to end, and so all do
+        self._processes: dict[int, Any] = {}  # told by its sentinel
+        self._doomed = False  # when one rank is to end, all end
         self._roles = RANKS[: config.ranks]
-        with real_time():  # a port that one of them was to listen on could be another's by then
+        with real_time():  # another process could have taken a port that a rank was to listen on
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, role in enumerate(self._roles):
             ours, theirs = CONTEXT.Pipe()
@@ -113,7 +112,7 @@ class _Group:
                 self._link.sendall(frame(strand.recv()))
 
     def _link_over(self) -> None:
-        """Rank 0 is on its way out."""
+        """Rank 0 is ending."""
         for ready in wait(list(self._processes)):
             self._lost(ready)  # type: ignore[arg-type]
 
@@ -122,7 +121,7 @@ class _Group:
         try:
             kind, more = wire.recv()
         except (EOFError, ConnectionResetError):
-            del self._wires[wire]  # its sentinel tells the rest
+            del self._wires[wire]  # the process's sentinel tells the rest
             return
         self._counts[f"{role}: {kind}"] += 1
         what: Kind | None
@@ -132,13 +131,13 @@ class _Group:
             what = "dies before"
         self._doomed = self._doomed or what in ("dies before", "dies after", "hangs")
         wire.send(what)
-        if what == "hangs":  # the others' time is over at once
+        if what == "hangs":  # the others reach their time limit at once
             for other, started in zip(self._roles, self._processes.values(), strict=True):
                 if other != role:
                     os.kill(started.pid, signal.SIGALRM)
 
     def _lost(self, sentinel: int) -> None:
-        """torchrun ends the others."""
+        """A rank has ended: end the others, as torchrun does."""
         if self._doomed:
             raise Killed
         self.end()
@@ -148,7 +147,7 @@ class _Group:
         raise RankLost(f"ranks ended with {codes}:\n" + "\n---\n".join(said))
 
     def _leave(self) -> None:
-        """The server is gone: they see it, and go."""
+        """The server is gone: the ranks notice, and end."""
         self._link.close()
         while not self._doomed and self._processes:
             with real_time():

@@ -1,4 +1,4 @@
-"""Blobs and database as one process sees them, with what a schedule has befall it there."""
+"""Blobs and database as one process sees them, with the mishaps of a schedule."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _READING = OSError(errno.EIO, "Input/output error")
 
 
 class Life:
-    """One process, from its start to its end: `die` is what ends it, `check` raises when it has ended. `slow` has it
-    wait for that many seconds where it stands, while the others go on."""
+    """One process, from its start to its end: `die` ends it, `check` raises if it has ended. `slow` has it wait for so
+    many seconds, while others go on."""
 
     def __init__(
         self, role: Role, seams: dict[Role, Seams], loop: Loop, die: Callable[[], None], slow: Callable[[float], None]
@@ -45,8 +45,8 @@ class Life:
             self._on_death()
 
     def touch(self, kind: str, *more: Kind, by: Role | None = None) -> Kind | None:
-        """Something outside is touched, where pauses and `more` can befall the process. What has, but for pauses,
-        which are over. Raises Killed when it was its end."""
+        """The process touches something outside, where pauses and `more` may happen to it. Returns what happened; a
+        pause is over by then. Raises Killed if the process died."""
         self.check()
         mishap = self._seams[by or self._role].touch(kind, frozenset(more) | {"stands still", "sets clock"})
         if mishap is None:
@@ -74,8 +74,8 @@ class Life:
         *,
         short: bool = False,
     ) -> Iterator[Kind | None]:
-        """Something outside is touched in this block. Raises Killed, or `fault`, or does `cut` afterwards, where the
-        schedule says so; what else befalls it is given. What can fail can also be slow."""
+        """Within this block the process touches something outside. Raises Killed, or `fault`, or calls `cut`
+        afterwards, as the schedule says; gives any other mishap. What can fail can also be slow."""
         can: list[Kind] = [*DEATHS]
         can += [*FAULTS, "is slow"] if fault else []
         can += ["cuts"] if cut else []
@@ -95,7 +95,7 @@ class Life:
 
 
 def _cut(file: Path) -> None:
-    """Half of it is lost."""
+    """Half of the file is lost."""
     os.truncate(file, file.stat().st_size // 2)
 
 
@@ -104,7 +104,7 @@ class LivingBlobs(FolderBlobs):
 
     def __init__(self, root: Path, life: Life) -> None:
         self._life = life
-        self._short = False  # the next file is read short, once
+        self._short = False  # the next file is short once
         super().__init__(root)
 
     def put(self, ref: str, data: bytes) -> None:
@@ -137,7 +137,7 @@ class LivingBlobs(FolderBlobs):
 
 
 class _Driver(sqlite3.Connection):
-    """Statements may fail here, too, that SQLAlchemy does not see."""
+    """Here even statements that SQLAlchemy does not see may fail."""
 
     fails: Callable[[str, Kind], None] | None = None
 
@@ -151,8 +151,8 @@ class _Driver(sqlite3.Connection):
 
 
 class LivingDatabase(Database):
-    """The database of one server, written in the loop's own thread: works that are handed in before the loop comes
-    round again are one group, as in the real writer. Each statement may fail, alone."""
+    """The database of one server, written in the loop's own thread: works handed in before the loop's next round are
+    one group, as in the real writer. Each statement may fail by itself."""
 
     def __init__(self, url: str, life: Life, loop: Loop) -> None:
         self._life, self._loop = life, loop
@@ -215,7 +215,7 @@ class LivingDatabase(Database):
     @contextmanager
     def read(self) -> Iterator[Any]:
         with self._life.seam("read", OperationalError("SELECT", {}, Exception("disk I/O error"))):
-            pass  # who reads has the session before it touches the disk
+            pass  # the reader has its session before it touches the disk
         with super().read() as session:
             yield session
 

@@ -1,4 +1,4 @@
-"""Looking for a program and a schedule whose play differs from the patient one."""
+"""Searches for a program and a schedule whose play differs from the patient one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bench:
     def compare(
         self, program: Program, schedule: Schedule, plant: Callable[[], AbstractContextManager[Any]] = nullcontext
     ) -> None:
-        """Play a program patiently, and as the schedule has it with the fault that `plant` puts into the code. Raises
+        """Play a program patiently, and then under the schedule with the fault that `plant` puts into the code. Raises
         Difference."""
         self.statistics["programs"] += 1
         try:
@@ -70,7 +70,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Failure:
-    """What was drawn for `number` differs; program and schedule are what is left of it."""
+    """The plays for `number` differ; program and schedule are what is left after shrinking."""
 
     number: int
     program: Program
@@ -78,7 +78,7 @@ class Failure:
     what: str
 
     def as_test(self) -> str:
-        """A plain test, to be pasted into tests/truth/found/."""
+        """The failure as a plain test, to be pasted into tests/truth/found/."""
         return TEMPLATE.format(
             number=self.number,
             what="\n    ".join(self.what.splitlines()[:3]).replace('"""', "'''"),
@@ -97,7 +97,7 @@ def test_number_{number}(bench: Bench) -> None:
 
 
 def _written(value: object, indent: str = "    ") -> str:
-    """A value as it would be typed: fields at their defaults are left out."""
+    """A value as Python source, without the fields that have their defaults."""
     if isinstance(value, tuple) and value and is_dataclass(value[0]):
         inner = "".join(f"{indent}    {_written(item, indent)},\n" for item in value)
         return f"(\n{inner}{indent})"
@@ -117,7 +117,7 @@ def search(
     plant: Callable[[], AbstractContextManager[Any]] = nullcontext,
     drawn: Callable[..., Case] = draw,
 ) -> Failure | None:
-    """Play what is `drawn` for these numbers until one differs: that one, made smaller within so many `tries`."""
+    """Play what is `drawn` for each number until two plays differ; that case, shrunk within so many `tries`."""
     for number in numbers:
         case = drawn(number, faults=faults)
         what = _difference(bench, case, plant)

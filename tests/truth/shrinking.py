@@ -1,4 +1,4 @@
-"""Making a program and a schedule that differ smaller, as long as they still do."""
+"""Makes a program and a schedule smaller as long as their plays still differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.truth.schedules import Schedule
 
 Case = tuple[Program, Schedule]
 
-#: Fields of operations that say which things they are about.
+#: Fields of operations that name other things: runs, samplers, sessions.
 _KEPT = ("run", "session", "batch", "seed", "sampler", "source", "name", "fault")
 
 
@@ -32,7 +32,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = 150) -> Case:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """What is a little less than `case`, the largest cuts first."""
+    """Slightly smaller variants of `case`, the largest cuts first."""
     program, schedule = case
     for size in _halves(len(program)):
         for start in range(len(program) - size, -1, -size):
@@ -57,7 +57,7 @@ def _halves(count: int) -> Iterator[int]:
 
 
 def _smaller_operation(op: Any) -> Iterator[Any]:
-    """The same operation with one thing of it at its default, or with fewer data."""
+    """Variants of an operation with one field at its default, or with fewer data."""
     batch = getattr(op, "batch", None)
     if batch is not None and len(batch.lengths) > 1:
         half = len(batch.lengths) // 2

@@ -68,7 +68,7 @@ def _keep(failure: Failure, out: Path | None) -> None:
 
 
 def planted(bench: Bench, names: Sequence[str]) -> int:
-    """Each planted fault must be found by one of the first hundred programs."""
+    """Check that each planted fault is found by one of the first hundred programs."""
     missed = 0
     for name in names:
         plant = PLANTED[name]

@@ -1,8 +1,7 @@
 """A worker process as a strand: the worker's own blocking loop, which runs only when told and stops at every message.
 
-It is a thread, but never at the same time as anything else, so where it stops is where the schedule may end it. Its
-link carries real bytes: what is sent is encoded and decoded as on a socket.
-"""
+It is a thread, but never runs at the same time as anything else, so the schedule may end it wherever it stops. Its link
+carries real bytes: messages are encoded and decoded as on a socket."""
 
 from __future__ import annotations
 
@@ -18,20 +17,20 @@ from scheduler.links.sockets import _to_server, _to_worker  # the decoders of bo
 
 _encoder = msgspec.msgpack.Encoder()
 
-#: Why a strand has stopped: it has sent a message, it waits for one, it has looked for one, its disk is slow, or it is
-#: over.
+#: Why a strand has stopped: it has sent a message, waits for one, has looked for one, its disk is slow, or it has
+#: ended.
 Stop = Literal["sent", "waits", "looks", "slow", "over"]
 
 
 class Killed(BaseException):
-    """The process that runs this is gone. Not an Exception: nobody survives kill -9."""
+    """The process that runs this is gone. Not an Exception, because no handler may survive kill -9."""
 
 
 class Strand:
     """`body(strand)` is the process: it uses the strand as its link (`send`, `recv`)."""
 
     def __init__(self, body: Callable[[Strand], None]) -> None:
-        self.sent: Any = None  # what it has stopped to send
+        self.sent: Any = None  # the message that it has stopped at
         self.patience_s: float | None = None  # how long it waits for a message
         self.error: BaseException | None = None
         self._body = body
@@ -68,7 +67,7 @@ class Strand:
     # -- the worker's link
 
     def send(self, *messages: msgspec.Struct) -> None:
-        """One after the other: it may die between any two."""
+        """Send messages one by one: the strand may die between any two."""
         for message in messages:
             if self._server_gone:
                 raise EOFError("the server is gone")
@@ -91,12 +90,12 @@ class Strand:
     # -- inside
 
     def check(self) -> None:
-        """Whether it still lives: for seams that are no messages."""
+        """Whether the process still lives, for seams other than messages."""
         if self._killed:
             raise Killed
 
     def wait(self, seconds: float) -> None:
-        """What it touches takes so long."""
+        """What the process touches takes that long."""
         self.patience_s = seconds
         self._stop("slow")
 

@@ -1,4 +1,4 @@
-"""Random programs, played patiently by the service, and by plain torch."""
+"""Random programs give the same results in the service, played patiently, and in plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.truth.search import Bench
 from tests.truth.world import Ground
 from workers.trainer.losses.named import LOSS_FUNCTIONS, cross_entropy
 
-#: Programs of a quick run. No random number decides which.
+#: Programs of a quick run, always the same ones.
 NUMBERS = range(16)
 
 
@@ -24,7 +24,7 @@ def test_the_service_computes_what_plain_torch_does(bench: Bench, ground: Ground
     assert not done.differences, "\n".join(map(str, (*program, *done.differences)))
 
 
-def test_a_loss_that_is_a_mean_is_found(bench: Bench, ground: Ground) -> None:
+def test_a_mean_in_place_of_a_sum_is_found(bench: Bench, ground: Ground) -> None:
     def mean(lp: Any, inputs: Any, config: Any) -> Any:
         loss, metrics = cross_entropy(lp, inputs, config)
         return loss / lp.numel(), metrics

@@ -1,9 +1,9 @@
-"""The service against a patient play of itself, to the bit: results, weights, optimizers, step counts and bills.
+"""The service gives the same results as a patient play of itself, to the bit: answers, weights, optimizers, step counts
+and bills.
 
-A program of several runs and organisations is played twice: one operation at a time, with nothing in its way; and
-eagerly, in small passes, with little memory, with requests doubled, late and out of order, while trainer, generator and
-server die at any message, blob or commit. Always the same programs; `python -m tests.truth.soak` plays others.
-"""
+A program of several runs and organisations is played twice. First one operation at a time, undisturbed; then eagerly,
+in small passes, with little memory, with requests doubled, late and out of order, while trainer, generator and server
+die at any message, blob or commit. The programs are always the same; `python -m tests.truth.soak` plays others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.truth.search import Bench, Difference, search
 from tests.truth.shrinking import Case
 from workers.trainer.progress import Progress
 
-#: Of each fault of planted.py, a short program that shows it.
+#: For each fault of planted.py a short program that shows it.
 FINDS: dict[str, Case] = {
     "lost gradient": (
         (Create(0), ForwardBackward(0, Batch((20, 20, 9), 1)), ForwardBackward(0, Batch((20, 20, 9), 2)), Step(0)),
@@ -104,7 +104,7 @@ def test_however_a_program_is_played_it_means_the_same(bench: Bench) -> None:
     assert failure is None, f"{failure.what}\n{failure.as_test()}"
 
 
-def test_whatever_a_disk_or_a_database_says_meanwhile(bench: Bench) -> None:
+def test_errors_of_disk_and_database_change_no_result(bench: Bench) -> None:
     failure = search(bench, (1000, 1005, 1009))
     print(bench.report())
     assert failure is None, f"{failure.what}\n{failure.as_test()}"
@@ -112,13 +112,13 @@ def test_whatever_a_disk_or_a_database_says_meanwhile(bench: Bench) -> None:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_the_model_finds_a_fault_that_is_planted(bench: Bench, name: str) -> None:
-    """And finds none without it. `python -m tests.truth.soak --planted` finds each by programs that are drawn."""
+    """And no fault is found without it. `python -m tests.truth.soak --planted` finds each by random programs."""
     bench.compare(*FINDS[name])
     with pytest.raises(Difference):
         bench.compare(*FINDS[name], PLANTED[name])
 
 
-def test_a_planted_fault_that_is_out_of_date_is_not_taken_for_found() -> None:
+def test_a_planted_fault_that_no_longer_fits_the_code_is_reported() -> None:
     def change(real: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self: self.renamed_since
 
@@ -131,7 +131,7 @@ def test_a_planted_fault_that_is_out_of_date_is_not_taken_for_found() -> None:
 
 
 def test_a_play_is_always_the_same(bench: Bench) -> None:
-    """What is found can be found again, and made smaller."""
+    """So what is found can be found again, and made smaller."""
     program = (
         Create(0),
         Create(1, session=1, optimizer="dimuon"),

@@ -38,15 +38,15 @@ LOGPROB = 5e-4
 LOSS = 1e-5
 NORM = 1e-3
 #: |service - plain| / |plain - start|, Frobenius norms, of each weight tensor. Observed: 2e-3, because Adam divides by
-#: the size of a gradient, and an element whose gradient is nothing but rounding moves as far as any other.
+#: the size of a gradient: an element whose gradient is mere rounding moves as far as any other.
 WEIGHTS = 1e-2
-#: So many times more, once a router had to choose between experts that are equal to round-off (`Computed.unsure`): a
-#: token that goes to the other one changes its share of the gradient.
+#: By so much more is allowed once a router had to choose between experts that are equal up to round-off
+#: (`Computed.unsure`): a token that goes to the other one changes its share of the gradient.
 UNSURE = 10.0
 
 
 class Differences:
-    """The largest of each kind so far."""
+    """The largest difference of each kind so far."""
 
     def __init__(self) -> None:
         self.largest: dict[str, float] = {}
@@ -57,7 +57,7 @@ class Differences:
 
 
 class Twin:
-    """One run of the service and the same run in plain torch. Operations are submitted at once; `check` does them in
+    """One run of the service and the same run in plain torch. Operations are submitted at once; `check` repeats them in
     plain torch, in the same order, and compares."""
 
     def __init__(self, service: Any, client: Any, plain: Plain, download: Download, differences: Differences) -> None:
@@ -117,7 +117,7 @@ class Twin:
         return Twin(self.service, client, plain, self.download, self.differences)
 
     def check(self) -> None:
-        """Also the weights, which are downloaded."""
+        """Compare all answers, and the downloaded weights."""
         for check in self._unchecked:
             check()
         self._unchecked.clear()
@@ -139,7 +139,7 @@ class Twin:
         if unsure.any():
             self._slack = UNSURE
         self.differences.within("logprob", float((differences * ~unsure).max()), LOGPROB)
-        # Of the service's own log-probabilities, so that no router comes into it.
+        # Computed from the service's own log-probabilities, so that no router takes part.
         losses = [float(loss_of(d, lp, loss_fn, config)) for d, lp in zip(data, found, strict=True)]
         terms = 1.0 + sum(abs(loss) for loss in losses)
         self.differences.within("loss", abs(result.metrics["loss:sum"] - sum(losses)) / terms, LOSS)
@@ -156,7 +156,7 @@ def sent(datum: Datum) -> types.Datum:
 
 
 def words(sizes: Sequence[int], seed: int) -> list[Datum]:
-    """For cross entropy: random tokens, each weight another."""
+    """Data for cross entropy: random tokens, each with another weight."""
     draw = random.Random(seed)
     data = []
     for size in sizes:
@@ -167,9 +167,9 @@ def words(sizes: Sequence[int], seed: int) -> list[Datum]:
 
 
 def rollouts(plain: Plain, sizes: Sequence[int], seed: int) -> list[Datum]:
-    """For RL: a prompt without advantage and q, as the cookbook makes it; then a q that is not far from the truth, with
-    advantages of either sign, and some that are 0. The first were sampled at another temperature than 1: one of them
-    at one for each position."""
+    """Data for RL: a prompt without advantage and q, as the cookbook makes it; then a q near the true one, with
+    positive, negative and some zero advantages. The first data were sampled at a temperature other than 1, one of them
+    with one for each position."""
     draw = random.Random(seed)
     data = [dict(datum) for datum in words(sizes, seed)]
     data[0]["sampling_temperature"] = [draw.choice((0.7, 1.3))]
@@ -185,7 +185,7 @@ def rollouts(plain: Plain, sizes: Sequence[int], seed: int) -> list[Datum]:
 
 
 def with_mask(data: Sequence[Datum]) -> list[Datum]:
-    """For gspo."""
+    """Data for gspo."""
     return [{**datum, "sequence_ratio_mask": [float(q != 0) for q in datum["logprobs"]]} for datum in data]
 
 
@@ -249,7 +249,7 @@ def test_two_batches_larger_than_a_pass_a_small_forward_and_a_step(twin: Callabl
 
 
 def test_runs_of_two_organisations_side_by_side(twin: Callable[..., Twin]) -> None:
-    """Every loss, both optimizers, sums over several operations, one that the SDK sends in two chunks, weight decay
+    """Every loss, both optimizers, sums over several operations and one that the SDK sends in two chunks, weight decay
     and clipping, and adapters of every kind; all of it is submitted before anything is awaited."""
     adam, muon = twin("acme", rank=8, seed=3), twin("rival", rank=4, seed=4, optimizer=types.DimuonOptimizerConfig())
     attention = twin("rival", rank=3, seed=5, train_mlp=False, train_unembed=False)
@@ -280,7 +280,7 @@ def test_runs_of_two_organisations_side_by_side(twin: Callable[..., Twin]) -> No
 
 
 def test_saved_loaded_and_resumed(twin: Callable[..., Twin]) -> None:
-    """A gradient that was not used by a step is no part of what is saved, and is gone after a load."""
+    """A gradient that no step has used is not saved, and is gone after a load."""
     run = twin("acme", rank=4, seed=7)
 
     def train(one: Twin, seed: int) -> None:

@@ -1,5 +1,5 @@
-"""A trainer of several ranks in a world: however a program is played, and whichever rank is lost or short of memory,
-all is as a patient trainer of one process has it."""
+"""A trainer of several ranks, in a world, has the results of a patient trainer of one process, however a program is
+played and whichever rank is lost or short of memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.truth.search import Bench, search
 #: However busy the machine is.
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.search]
 
-#: How many ranks there may be: more take a long time on few cores.
+#: The most ranks: more take a long time on few cores.
 RANK_COUNTS = (2, 2, 4) if TIMES else (2,)
 
 

@@ -61,20 +61,20 @@ from workers.trainer.trainer import Trainer
 MODEL = "weft/random-moe"
 EOS = (7,)
 
-#: Which server a task belongs to.
+#: The server that a task belongs to.
 _LIFE: ContextVar[Life | None] = ContextVar("life", default=None)
 
 
-#: The official SDK's clients wait so long for an answer.
+#: How long the official SDK's clients wait for an answer.
 PATIENCE_S = 60.0
 
 
 class ServerLost(ConnectionError):
-    """The connection broke, or nobody listens."""
+    """The connection broke, or no server listens."""
 
 
 class Ground:
-    """What all worlds stand on: the model, and an empty database to copy. Made once, in `folder`."""
+    """The common basis of all worlds: the model, and an empty database to copy. Made once, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         torch.set_num_threads(1)
@@ -96,11 +96,11 @@ class Ground:
 
     @cached_property
     def app(self) -> Any:
-        """The routes; they keep nothing of their own between two servers but what `Server` puts in their state."""
+        """The app with its routes; all that they keep is in the state that each `Server` gives it."""
         return front()
 
     def run_bytes(self) -> int:
-        """What a run of rank 4 takes of the trainer's memory."""
+        """The bytes that a run of rank 4 takes of the trainer's memory."""
         spec = RunSpec("", MODEL, 4, ALPHA, 0, True, True, True)
         return kind_of(spec, self.for_training.config).size_bytes
 
@@ -154,7 +154,7 @@ class Worker:
         self._doomed = False
 
     def deliver(self, message: msgspec.Struct) -> None:
-        """A message of the server's, which may be the last thing that the worker sees, or not even that."""
+        """Deliver a message of the server's; the worker may die just before or after it sees the message."""
         if self._doomed:
             return
         try:
@@ -169,14 +169,14 @@ class Worker:
         self._mail.set()
 
     async def _waits(self, patience_s: float | None) -> None:
-        """For a message. Who only looks now and then whether it is to stop is not woken for that: it would look for
-        ever, and nobody would be found to be stuck."""
+        """Wait for a message. A worker that only looks whether it is to stop is not woken to do so: it would look for
+        ever, and nobody would ever be found to be stuck."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._mail.wait(), patience_s if patience_s == DISK_AGAIN_S else None)
         self._mail.clear()
 
     async def run(self) -> None:
-        """Until it dies, or its server has."""
+        """Run until it dies, or its server has died."""
         try:
             while not self._doomed:
                 stop = self._strand.resume()
@@ -201,7 +201,7 @@ class Worker:
 
     def _hand_over(self, message: Any) -> None:
         if isinstance(message, Occupancy):
-            self.link.receive(message)  # when it comes is a question of time: no seam
+            self.link.receive(message)  # when it comes depends on time, so it is no seam
             return
         with self.life.seam("message"):
             if self.server_life.alive:
@@ -244,7 +244,7 @@ class Server:
         recover(self.journal, self.database)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task of this server's: it, and all tasks that it makes, end when the server dies."""
+        """Start a task of this server: it, and all tasks that it makes, end when the server dies."""
         context = copy_context()
         context.run(_LIFE.set, self.life)
         return self.world.loop.create_task(work, context=context)
@@ -260,7 +260,7 @@ class Server:
         self.world.loop.call_soon(self.world.server_died, self)
 
     def bury(self) -> None:
-        """Give back threads and files."""
+        """Give back the dead server's threads and files."""
         self.life.alive = False
         self.database.close()
 
@@ -276,7 +276,7 @@ class World:
         self.random = random.Random(schedule.seed)
         self.seams: dict[Role, Seams] = {role: Seams(role, schedule.mishaps) for role in (*ROLES, *RANKS)}
         self.statistics: Counter[str] = Counter()
-        self.faults: list[BaseException] = []  # of workers, that were no deaths
+        self.faults: list[BaseException] = []  # exits of workers that were no deaths
         self.server: Server | None = None
         self._up = asyncio.Event()
         self._pages = 0
@@ -298,7 +298,7 @@ class World:
         await self._start_server()
 
     async def quiet(self) -> None:
-        """Return when a server is up that has settled everything."""
+        """Wait until a server is up that has settled everything."""
         while True:
             await self._up.wait()
             server = self.server
@@ -332,8 +332,8 @@ class World:
         try:
             await asyncio.gather(server.spawn(start()))
         except (Killed, asyncio.CancelledError):
-            return  # `server_died` is on its way
-        except (OSError, OperationalError):  # it says why and exits, and is started again
+            return  # `server_died` follows
+        except (OSError, OperationalError):  # it logs why, exits, and is started again
             self.statistics["server starts that failed"] += 1
             server.life.die()
             return
@@ -359,8 +359,8 @@ class World:
         self._restarting = self.loop.create_task(again())
 
     async def request(self, organisation: str, method: str, path: str, body: bytes, content_type: str) -> Reply:
-        """One HTTP request, as a client's. ServerLost when there is no server, or not long enough; or when it has not
-        answered after PATIENCE_S, and goes on nevertheless."""
+        """Send one HTTP request as a client would. Raises ServerLost if no server is there, or it dies, or it has not
+        answered after PATIENCE_S (the request goes on then nevertheless)."""
         server = self.server
         if server is None or not self._up.is_set():
             raise ServerLost(path)
@@ -392,14 +392,14 @@ class World:
                 await worker.run()
             finally:
                 self.statistics[f"{role} lives"] += 1
-                await asyncio.wait({serving})  # a supervisor starts the next one when the link has ended as well
+                await asyncio.wait({serving})  # a supervisor starts the next one only once the link has ended, too
 
     def note(self, error: BaseException | None) -> None:
         if error is not None and not isinstance(error, Killed | EOFError):
             self.faults.append(error)
 
     async def breathe(self) -> None:
-        """Time passes, and others have their turn."""
+        """Let time pass, and others have their turn."""
         if self.schedule.patient:
             await asyncio.sleep(0)
         else:
@@ -452,7 +452,7 @@ class World:
 
 
 class _AtOnce:
-    """A thread that reads adapters, when nobody else is to run at the same time."""
+    """Stands in for the thread that reads adapters: reads them at once, so that nothing runs at the same time."""
 
     def submit(self, work: Any, *arguments: Any) -> Future[Any]:
         found: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's and vLLM's form: what they cost while they are written, and numbers of any size."""
+"""Answers in OpenAI's and vLLM's form: the memory that writing them takes, and numbers of any size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from scheduler.order.operations import Outcome
 from workers.model.tiny import TINY_PATH
 
 TOKENS, TOP = 2000, 20
-#: Of each log-probability, as api/routes/openai/asking.py counts on.
+#: Bytes of each log-probability, which api/routes/openai/asking.py counts on.
 MOST_BYTES = 320
 
 
@@ -51,7 +51,7 @@ def drawn() -> SequenceResult:
 
 def test_an_answer_takes_the_memory_that_its_limit_counts_on() -> None:
     form, result = Form(ModelText(TINY_PATH, 2048), chat=True, logprobs=True, top=TOP), SampleResult([drawn()])
-    whole([form], "id", "model", [[1]], [result])  # words of tokens are kept
+    whole([form], "id", "model", [[1]], [result])  # the tokens' texts are kept
     tracemalloc.start()
     written = orjson.dumps(whole([form], "id", "model", [[1]], [result]))
     peak = tracemalloc.get_traced_memory()[1]
@@ -66,7 +66,7 @@ def test_an_answer_takes_the_memory_that_its_limit_counts_on() -> None:
 
 @pytest.mark.parametrize("words", ["日本 😀", "naïve", "\ufffd", "plain<|im_end|>"])
 def test_bytes_of_tokens_are_those_of_their_text(words: str) -> None:
-    """A character may have several tokens, none of which is text by itself: clients put their bytes together."""
+    """A character may have several tokens, none of which is text by itself: clients join their bytes."""
     form = Form(ModelText(TINY_PATH, 2048), chat=True, logprobs=True)
     tokens = form.text.encode(words)
     entries = orjson.loads(orjson.dumps(logprobs_of(form, tokens, [-1.0] * len(tokens), [])))["content"]
@@ -74,7 +74,7 @@ def test_bytes_of_tokens_are_those_of_their_text(words: str) -> None:
 
 
 def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
-    """Parts of characters all read as U+FFFD, and a completion names the likeliest tokens by what they read as."""
+    """Parts of characters all read as U+FFFD, and a completion lists the likeliest tokens by their text."""
     form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, top=2)
     part, other = form.text.encode("😀")[:2]
     told = logprobs_of(form, [part], [-0.5], [[(part, -0.5), (other, -9.0)]])
@@ -82,7 +82,7 @@ def test_of_tokens_that_read_alike_the_likeliest_is_told() -> None:
 
 
 def test_a_completion_tells_the_drawn_token_among_the_likeliest() -> None:
-    """As OpenAI's API says of `logprobs`: up to one more than was asked for."""
+    """As OpenAI's API says of `logprobs`: up to one more token than was asked for."""
     form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, top=1)
     eight, nine = (form.text.encode(word)[0] for word in ("8", "9"))
     told = orjson.loads(orjson.dumps(logprobs_of(form, [nine, eight], [-3.0, -0.1], [[(eight, -0.1)]] * 2)))
@@ -92,7 +92,7 @@ def test_a_completion_tells_the_drawn_token_among_the_likeliest() -> None:
 @pytest.mark.parametrize("spelled", [False, True])
 @pytest.mark.parametrize("sizes", [[1000], [1], [3, 1, 2]], ids=["whole", "one by one", "in parts"])
 def test_offsets_are_places_in_the_text_that_is_sent(sizes: list[int], spelled: bool) -> None:
-    """Parts of a character begin where it does; special tokens that are left out take no room."""
+    """Parts of a character begin where it does; special tokens that are left out take no place."""
     form = Form(ModelText(TINY_PATH, 2048), chat=False, logprobs=True, spelled=spelled)
     tokens = form.text.encode("3 😀<|im_start|>naïve 日本<|im_end|> 😀!")
     places, found, left = form.places(), list[int](), list(tokens)
@@ -108,7 +108,7 @@ def test_offsets_are_places_in_the_text_that_is_sent(sizes: list[int], spelled: 
 
 @pytest.mark.parametrize("chat", [True, False])
 def test_logprobs_name_tokens_by_their_ids_where_asked_to(chat: bool) -> None:
-    """Words do not tell which token it was: parts of characters all read as U+FFFD."""
+    """A token's text does not tell which one it was: parts of characters all read as U+FFFD."""
     form = Form(ModelText(TINY_PATH, 2048), chat=chat, logprobs=True, top=2, numbered=True)
     part, other = form.text.encode("😀")[:2]
     told = orjson.loads(orjson.dumps(logprobs_of(form, [part], [-0.5], [[(part, -0.5), (other, -9.0)]])))
@@ -186,7 +186,7 @@ def test_what_logprobs_cost_and_how_those_of_a_part_are_told(top: int, told: int
 
 @pytest.mark.parametrize(("one_call", "calls"), [(False, ["1", "2"]), (True, ["1"])])
 def test_without_parallel_calls_the_first_is_told(one_call: bool, calls: list[str]) -> None:
-    """A program that runs one tool at a time would take two calls for a fault."""
+    """A program that runs one tool at a time would take a second call for an error."""
     form = Form(ModelText(TINY_PATH, 2048), chat=True, tools=True, one_call=one_call)
     said = "".join(f'<tool_call>\n{{"name": "f", "arguments": {{"a": {number}}}}}\n</tool_call>' for number in (1, 2))
     tokens = np.array(form.text.encode(said), np.int32)
@@ -211,8 +211,8 @@ def test_experts_of_any_number_are_told(largest: int, dtype: str) -> None:
 
 
 def test_large_answers_are_written_as_their_clients_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asked again and again for one sample, and read nothing, had the server hold a copy for each, or its numbers;
-    and who had left meanwhile, write one."""
+    """Otherwise a client that asks again and again for one sample and reads nothing would have the server hold a copy,
+    or its numbers, for each; and after it has left, write one."""
     drawn = SequenceResult(np.zeros(2000, np.int32), np.zeros(2000, np.float32), "length")
     outcome = Outcome(encode_sample_response([drawn]))
     read, written, taken = list[bytes](), list[int](), list[Message]()

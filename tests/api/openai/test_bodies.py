@@ -1,4 +1,4 @@
-"""Bodies that are not of the form asked for: what their refusals say."""
+"""Bodies of the wrong form: what their refusals say."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_openais_forms_of_a_prompt_are_taken_as_they_are(prompt: Any) -> None:
 
 @pytest.mark.parametrize(("logprobs", "asked"), [(False, None), (None, None), (0, 0), (True, 1), (3, 3)])
 def test_a_completion_that_wants_no_logprobs_gets_none(logprobs: Any, asked: int | None) -> None:
-    """False, which a chat takes, is not zero of the likeliest."""
+    """False, which a chat allows, does not mean the zero likeliest."""
     body = CompletionBody.model_validate({"model": "m", "prompt": "a", "logprobs": logprobs})
     assert body.logprobs == asked
     assert body.logprobs is not False

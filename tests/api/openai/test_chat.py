@@ -1,4 +1,4 @@
-"""What a completion's prompt is in tokens, and where a model's tokenizer is read."""
+"""The tokens of a completion's prompt, and where a model's tokenizer is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workers.model.tiny import TINY_PATH
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
-    """A tokenizer that begins a text with a token of its own, as Llama's does."""
+    """A tokenizer that begins each text with a token of its own, as Llama's does."""
     folder = tmp_path_factory.mktemp("begins")
     shutil.copytree(TINY_PATH, folder, dirs_exist_ok=True)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -35,7 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> ModelText:
 
 @pytest.mark.parametrize("given", ["3 + 5", ["3 + 5"]])
 def test_the_tokenizers_own_tokens_are_left_out_where_asked_to(text: ModelText, given: str | list[str]) -> None:
-    """Who sends a text that begins with them already would have them twice."""
+    """A client whose text begins with them already would have them twice."""
     ((begin, *rest),) = prompts_of(CompletionBody(model="m", prompt=given), text)
     assert text.word(begin) == "<|im_start|>"
     assert text.decode(rest) == "3 + 5"
@@ -64,7 +64,7 @@ CHAT = ChatBody(model="m", messages=[{"role": "user", "content": "?"}])
 def test_a_chat_ends_as_its_template_ends_it_also_where_the_base_model_ends_texts_alone(
     body: Sampling | ResponsesBody, stop: list[str | int] | None
 ) -> None:
-    """A base model that has learned to chat would write the rest of the conversation, up to max_tokens."""
+    """A base model that has learned to chat would otherwise write the rest of the conversation, up to max_tokens."""
     card = read_card(MODEL, TINY_PATH)
     text = text_of(card.path, card.context_length)
     known = {word: text.encode(word)[0] for word in ("<|endoftext|>", "<|im_end|>")}
@@ -74,7 +74,7 @@ def test_a_chat_ends_as_its_template_ends_it_also_where_the_base_model_ends_text
     assert params_of(body, 8, own).stop == stop
     both = replace(own, card=replace(card, eos_token_ids=tuple(known.values())))
     if not body.stop and not body.stop_token_ids:
-        assert params_of(body, 8, both).stop is None  # which the model's own end does
+        assert params_of(body, 8, both).stop is None  # which the model's own end token does
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_chat_ends_as_its_template_ends_it_also_where_the_base_model_ends_text
         ("{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}", ["<|endoftext|>"]),  # as gpt-oss's: of the last answer
         ("\n", []),
         ("{{ raise_exception('no') }}", []),
-        ("", ["<|im_start|>", "<|endoftext|>"]),  # GLM's: the marks of a user and of a tool
+        ("", ["<|im_start|>", "<|endoftext|>"]),  # GLM's: the marks of a user's and of a tool's message
     ],
 )
 def test_what_ends_an_answer_is_the_first_special_token_behind_it(tmp_path: Path, behind: str, ends: list[str]) -> None:
@@ -110,7 +110,7 @@ def test_what_ends_an_answer_is_the_first_special_token_behind_it(tmp_path: Path
 def test_a_tokenizer_is_read_beside_the_event_loop(
     world: World, monkeypatch: pytest.MonkeyPatch, door: str, body: dict[str, Any]
 ) -> None:
-    """That of a large model takes a second, in which nobody else would be answered."""
+    """A large model's tokenizer takes a second to read, in which nobody else would be answered."""
     real, where = ModelText.__init__, list[int]()
 
     def noted(self: ModelText, *arguments: Any) -> None:
@@ -130,12 +130,12 @@ def test_a_tokenizer_is_read_beside_the_event_loop(
 def test_as_many_stops_are_taken_as_the_limit_says_beside_the_models_own_ends(
     world: World, door: str, body: dict[str, Any]
 ) -> None:
-    """Of 63 tokens it said that they were 65: it had added the model's ends."""
-    card = read_card(MODEL, TINY_PATH)  # whose ends are among its tokens
+    """Of 63 tokens the refusal said that they were 65, as it had added the model's own ends."""
+    card = read_card(MODEL, TINY_PATH)  # a model whose ends are among these tokens
     object.__setattr__(world.service, "cards", {MODEL: card})
     most = world.service.limits.max_stop_sequences
     assert most is not None
-    world.service.polls.release()  # who is accepted is told that the server stops
+    world.service.polls.release()  # an accepted request is answered that the server stops
     asked = {"model": MODEL, "max_tokens": 1} | body
 
     def answer(**stops: list[Any]) -> tuple[int, str]:

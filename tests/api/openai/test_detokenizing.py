@@ -1,5 +1,5 @@
-"""Text of tokens as it comes, with a tokenizer as Mistral's: it spells spaces as part of words, leaves out the one
-before the first word, and falls back to bytes."""
+"""Turning tokens into text as they come, with a tokenizer like Mistral's: spaces are parts of words, the one before the
+first word is left out, and unknown characters become bytes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_bytes_that_become_no_character_are_given_out_and_not_decoded_again_and_
 
 @pytest.mark.parametrize("stop", ["ab", "xyzzy"])
 def test_a_stop_string_ends_what_is_kept_back_too(stop: str) -> None:
-    """A tool call is kept back whole, and what ends it may come in pieces far behind its beginning."""
+    """A tool call is held back whole, and the stop string in it may come in pieces, far behind its beginning."""
     pieces = ["hm ", "<ca", "ll>", "a 1 xyz a", stop[:1], stop[1:], " and more"]
     stream = TextStream(lambda tokens: "".join(pieces[token] for token in tokens), ["xyzzy", "ab"], "<call>")
     assert [stream.push([token]) for token in range(len(pieces))] == ["hm ", *[""] * 6]
@@ -103,7 +103,7 @@ def test_a_stop_string_ends_what_is_kept_back_too(stop: str) -> None:
 
 
 def test_what_may_be_a_call_is_kept_back_only_at_the_beginning() -> None:
-    """As in the format of Llama, whose calls are all of an answer."""
+    """As in Llama's format, where calls make up the whole answer."""
     call, text = [" ", "\n{", '"name"'], [" ", "see", " {", "x"]
     stream = TextStream(lambda tokens: "".join(call[token] for token in tokens), (), "{", alone=True)
     assert [stream.push([token]) for token in range(3)] == ["", "", ""]
@@ -113,8 +113,8 @@ def test_what_may_be_a_call_is_kept_back_only_at_the_beginning() -> None:
     assert stream.end() == ""
 
 
-def test_a_token_is_told_with_its_space(form: Form, tokens: list[int]) -> None:
-    """Clients put the words of tokens together."""
+def test_a_token_is_given_with_its_space(form: Form, tokens: list[int]) -> None:
+    """Clients join the tokens' texts."""
     spelled = "".join(form.text.word(token) for token in tokens if form.decode([token]) != "")
     assert spelled.replace("\ufffd" * 4, "😀") == " " + TEXT
     read = b"".join(form.text.bytes_of(token) for token in tokens if form.decode([token]) != "")
@@ -161,7 +161,7 @@ def test_places_of_bytes_are_those_of_their_characters() -> None:
 def test_a_completion_goes_on_from_its_prompt_as_the_whole_text_does(
     form: Form, prompt: str, drawn: str, text: str
 ) -> None:
-    """Prompt and completion put together are what all tokens say: the space that joins them is the completion's."""
+    """Prompt and completion joined are the text of all tokens: the space between them belongs to the completion."""
     read, tokens = ids(form, prompt.split()), ids(form, drawn.split())
     behind = replace(form, before=form.text.context_of(read))
     assert whole_text(behind.decode, tokens, before=behind.before) == text
@@ -172,7 +172,7 @@ def test_a_completion_goes_on_from_its_prompt_as_the_whole_text_does(
         assert behind.places().push(tokens)[-1] == len(text) - len(form.text.word(tokens[-1])) + (prompt == "<s>")
 
 
-#: Stop strings are longer than what comes at once, so that they come in parts.
+#: Stop strings are longer than one piece of the stream, so they come in parts.
 PIECES = st.lists(st.text("ab🧵", min_size=1, max_size=2), max_size=12)
 STOPS = st.lists(st.text("ab🧵", min_size=1, max_size=6), max_size=4)
 
@@ -184,7 +184,7 @@ def test_a_stream_gives_out_what_cannot_be_of_a_stop_string(pieces: list[str], s
     stream = TextStream(lambda tokens: "".join(pieces[token] for token in tokens), stops)
     for token, piece in enumerate(pieces):
         said, text = said + stream.push([token]), text + piece
-        if any(stop in text for stop in stops):  # a sequence ends with the first
+        if any(stop in text for stop in stops):  # a sequence ends at the first
             break
         begun = {size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])}
         assert said == text[: len(text) - max(begun, default=0)]

@@ -1,5 +1,5 @@
-"""A client that leaves a stream stops its sample, however little of the answer it has taken; and so does being told
-that no generator has its model."""
+"""A client that leaves a stream stops its sample, however little of the answer it has read; so does the refusal that no
+generator has its model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.model.tiny import TINY_PATH
 
 
 class Journal:
-    """Of one sample, which goes on until it is cancelled."""
+    """The journal of one sample, which goes on until it is cancelled."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
@@ -38,13 +38,13 @@ class Journal:
         return True
 
     async def outcome(self, *_: Any) -> None:
-        return None  # it is gone
+        return None  # the client has left
 
 
 @pytest.mark.parametrize("door", ["chat", "responses"])
 @pytest.mark.parametrize("taken", [0, 1])
 def test_before_the_first_token(door: str, taken: int) -> None:
-    """Its first words lie in a full buffer when the client goes."""
+    """The first words are still in a full buffer when the client leaves."""
 
     async def go() -> None:
         journal, full = Journal(), asyncio.Event()
@@ -85,7 +85,7 @@ def test_before_the_first_token(door: str, taken: int) -> None:
 
 
 class Nobodys(Journal):
-    """Of one sample, whose model no generator has."""
+    """The journal of one sample whose model no generator has."""
 
     async def outcome(self, *_: Any) -> Any:
         await asyncio.sleep(0.01)
@@ -95,7 +95,7 @@ class Nobodys(Journal):
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 def test_who_waits_for_a_model_that_no_generator_has_is_told_so(keep: bool, streamed: bool) -> None:
-    """A client of OpenAI's API has no place to be told why it waits: it saw nothing until its own timeout."""
+    """OpenAI's API cannot tell a client why it waits, so it saw nothing until its own timeout."""
 
     async def go() -> None:
         journal = Nobodys()
@@ -132,7 +132,7 @@ def test_who_waits_for_a_model_that_no_generator_has_is_told_so(keep: bool, stre
 
 
 def test_who_leaves_while_a_sample_is_drawn_is_no_error_in_the_log() -> None:
-    """asyncio logs what failed in a task, with a traceback, where nobody has looked at it."""
+    """asyncio logs the error of a task with a traceback if nobody has looked at it."""
     logged = list[Any]()
 
     async def go() -> None:

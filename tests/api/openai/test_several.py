@@ -1,5 +1,5 @@
-"""Several prompts in one request: all are accepted or none is, within what may be in flight; their streams come side by
-side."""
+"""Several prompts in one request: all are accepted or none, within the limit on samples in flight; their streams come
+side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.api.conftest import MODEL, World
 
 @pytest.fixture
 def key_id(world: World) -> str:
-    """Of a key that may have three samples in flight. Who is accepted is told at once that the server stops."""
+    """The id of a key that may have three samples in flight. Accepted samples are told that the server stops."""
 
     def limit(session: Session) -> str:
         key = session.scalars(select(tables.ApiKey).order_by(tables.ApiKey.id)).first()

@@ -1,4 +1,4 @@
-"""Chat templates and tokenizers at the doors are what transformers makes of the same files."""
+"""The OpenAI-compatible routes render chat templates, and tokenize, as transformers does with the same files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_renders_as_transformers_does(text: ModelText, messages: Any, tools: Any
 
 @pytest.mark.parametrize("form", ["files", "config"])
 def test_a_template_of_its_own_for_tools_is_taken_where_tools_are_shown(form: str, tmp_path: Path) -> None:
-    """As Hermes 3 has one, in its config; transformers writes it to a file."""
+    """Hermes 3 has one in its config; transformers writes it to a file."""
     theirs = AutoTokenizer.from_pretrained(TINY_PATH)
     theirs.chat_template = {"default": "{% for m in messages %}{{ m.content }}{% endfor %}", "tool_use": TOOL_USE}
     theirs.save_pretrained(tmp_path, save_jinja_files=form == "files")
@@ -75,7 +75,7 @@ def test_a_template_of_its_own_for_tools_is_taken_where_tools_are_shown(form: st
 
 
 def test_a_template_may_mark_what_is_trained(tmp_path: Path) -> None:
-    """As SmolLM3's does, and those that TRL puts beside the models that it trains."""
+    """As SmolLM3's does, and the templates that TRL has for the models that it trains."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((TINY_PATH / name).read_text())
     marked = (
@@ -101,7 +101,7 @@ def test_a_template_may_mark_what_is_trained(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_template_has_no_place_for_is_refused(tmp_path: Path, field: str, value: object) -> None:
-    """It would be missing from what the model reads, and nobody would be told."""
+    """It would be missing from what the model reads, without anybody being told."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((TINY_PATH / name).read_text())
     plain = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -114,7 +114,7 @@ def test_what_a_template_has_no_place_for_is_refused(tmp_path: Path, field: str,
 
 
 def test_users_whom_a_template_does_not_tell_apart_are_refused(text: ModelText, tmp_path: Path) -> None:
-    """One name changes nothing, and an assistant's or a tool's is what frameworks send beside the role."""
+    """A single name changes nothing, and frameworks send an assistant's or a tool's name beside the role."""
     asked = [{"role": "user", "name": name, "content": "?"} for name in ("Ann", "Bob")]
     with pytest.raises(Refused, match=r"messages\[1\]\.name: .* does not tell users apart; begin what each says with"):
         text.render(asked)
@@ -217,7 +217,7 @@ def test_a_tool_that_is_no_function_is_named(tool: Any, says: str) -> None:
 
 
 def test_tools_that_others_send_are_taken() -> None:
-    """Of OpenAI's own helpers, of MCP, and without parameters."""
+    """Those of OpenAI's own helpers, of MCP, and without parameters."""
     check_tools([{"type": "function", "function": {"name": "files.read-1", "strict": True, "parameters": {}}}])
     check_tools([{"type": "function", "function": {"name": "now", "parameters": None}}, *TOOLS])
     check_tools([{"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}], "")
@@ -314,7 +314,7 @@ def test_text_that_is_no_call_is_told_as_it_comes(text: ModelText) -> None:
 
 
 def test_a_text_that_cannot_fit_is_not_read_to_its_end(text: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens would take a few hundred bytes each, before anybody has asked whether there is money."""
+    """Its tokens would take a few hundred bytes each, before the tenant's money is checked."""
     real, read = ModelText._tokens, list[int]()
 
     def counted(self: ModelText, words: str, special: bool = False) -> list[int]:
@@ -367,7 +367,7 @@ def test_texts_of_one_organisation_wait_for_each_other_and_not_for_others() -> N
     ["<tool_call>" + " " * 20_000, "<tool_call>" * 50_000, " <tool_call> x" * 50_000, "</tool_call>" * 50_000],
 )
 def test_calls_are_looked_for_once_whatever_a_model_has_written(text: ModelText, written: str) -> None:
-    """A pattern with three ways to take a space tries all of them: hours for this, with all of the server waiting."""
+    """A pattern with three ways to match a space tries all of them: hours for this, with the server waiting."""
     assert parse_calls(written, text.tool_template.source).content == written
 
 
@@ -385,7 +385,7 @@ HALF = '{"name": "f", "arguments": {"a": "\\ud83d"}}'
 
 @pytest.mark.parametrize("half", [HALF, HALF.replace('"f"', '"\\ud83d"'), '{"name": "f", "arguments": "\\ud83d"}'])
 def test_half_of_a_character_is_no_call(text: ModelText, half: str) -> None:
-    """JSON can spell it, and no answer can hold it."""
+    """JSON can spell it, but no answer can contain it."""
     said = f"<tool_call>{half}</tool_call>"
     assert parse_calls(said, text.tool_template.source).content == said
 
@@ -423,7 +423,7 @@ def test_options_of_a_template_take_no_other_s_name(text: ModelText, name: str) 
     ],
 )
 def test_what_a_template_fails_of_is_named_in_our_words(tmp_path: Path, template: str, field: str, why: str) -> None:
-    """Jinja's words were passed on, always as if the messages were wrong."""
+    """Jinja's own words were passed on, and always as if the messages were wrong."""
     (tmp_path / "tokenizer.json").write_bytes((TINY_PATH / "tokenizer.json").read_bytes())
     (tmp_path / "chat_template.jinja").write_text("{% set n = n if n is defined else 1 %}" + template)
     text = ModelText(tmp_path, CONTEXT)
@@ -434,7 +434,7 @@ def test_what_a_template_fails_of_is_named_in_our_words(tmp_path: Path, template
 
 
 def test_what_may_become_a_stop_string_is_not_compared_with_each_of_them() -> None:
-    """A stream is written in the event loop, while as much as a stop string has is kept back."""
+    """A stream is written in the event loop, and text as long as a stop string is held back."""
     stops = ("a" * 255 + "z", *(("b" + chr(0x1F300 + number)) * 128 for number in range(63)))
     stream, calls = TextStream(lambda tokens: "a" * len(tokens), stops), 0
 

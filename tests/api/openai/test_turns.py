@@ -1,4 +1,4 @@
-"""What is sampled under a client's own session id is kept before it is answered."""
+"""A sample under a client's own session id is stored before it is answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.api.conftest import MODEL, World
 def test_a_sample_that_is_billed_is_answered_once_its_turn_can_be_kept(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the disk has no room: who is told to send the request again would pay for two."""
+    """However long the disk is full: a client that is told to send the request again would pay twice."""
     put, refused = FolderBlobs.put, list[str]()
 
     def full(blobs: FolderBlobs, ref: str, data: bytes) -> None:

@@ -31,7 +31,7 @@ def checkpoint_row(org_id: str, id: str, run_id: str, name: str = "one", **colum
     return tables.Checkpoint(id=id, org_id=org_id, run_id=run_id, name=name, created_at=NOW, **usual | columns)
 
 
-#: (organisation, project, id, made with the key, of the user)
+#: (organisation, project, id, key that made it, user)
 SESSIONS = [
     ("acme", "p", "ann-p", 1, "ann"),
     ("acme", "p", "bob-p", 2, "bob"),

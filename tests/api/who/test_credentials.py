@@ -1,4 +1,4 @@
-"""Which keys and memberships somebody sees, may change, and may be given the secret of. The attacks over HTTP are
+"""Which keys and memberships somebody sees, may change, and gets the secret of. The attacks over HTTP are
 tests/tenancy/test_credentials.py."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_which_keys_somebody_sees(keys: Database, who: Principal, seen: set[int]
 
 @pytest.mark.parametrize("key_id", ["", "x", "-1", "\u00b2", "\u0661", "1 ", "1" * 18, "1" * 19, "9" * 400])
 def test_what_is_no_key_is_not_found(keys: Database, key_id: str) -> None:
-    """Numbers past what a database holds, and digits of other alphabets."""
+    """Numbers beyond what a database holds, and digits of other alphabets."""
     with keys.read() as session, pytest.raises(NotFound):
         managed_key(session, OWNER, key_id)
 
@@ -110,7 +110,7 @@ def test_the_key_of_one_who_has_left_goes_as_far_as_a_viewers(keys: Database) ->
         assert key_reach(session, session.get_one(tables.ApiKey, 8)).role == "viewer"
 
 
-def test_a_key_is_changed_by_what_goes_as_far(keys: Database) -> None:
+def test_a_key_is_changed_only_by_credentials_that_go_as_far(keys: Database) -> None:
     admin = Principal("acme", None, "bob", role="admin")
     with keys.read() as session:
         assert changed_key(session, OWNER, "3", "revoke").id == 3
@@ -121,7 +121,7 @@ def test_a_key_is_changed_by_what_goes_as_far(keys: Database) -> None:
             changed_key(session, OWNER, "5", "revoke")
 
 
-#: Who is given the secret of a key like an admin's of that user, and whether they may be.
+#: Who may get the secret of a key like an admin's, of that user.
 SECRETS = [
     (OWNER, None, True),
     (OWNER, "ann", True),
@@ -136,7 +136,7 @@ SECRETS = [
 
 @pytest.mark.parametrize(("who", "user_id", "may"), SECRETS)
 def test_who_may_be_given_a_secret(who: Principal, user_id: str | None, may: bool) -> None:
-    """The key of somebody else counts as an owner's, which it will be if that is what they become."""
+    """The key of another user counts as an owner's, because that is what it will be if they become one."""
     key = Reach.of([ADMIN], "viewer")
     if may:
         permit_secret(who, key, user_id, "do it")
@@ -153,7 +153,7 @@ def test_a_secret_beyond_ones_project_or_end_is_given_to_nobody() -> None:
     permit_secret(Principal("acme", 7, None, "p", until=end), Reach.of(["train"], "owner", "p", end), None, "do it")
 
 
-def test_a_membership_is_changed_by_what_goes_as_far(keys: Database) -> None:
+def test_a_membership_is_changed_only_by_credentials_that_go_as_far(keys: Database) -> None:
     admin = Principal("acme", None, "bob", role="admin")
     with keys.read() as session:
         assert changed_member(session, OWNER, "bob", "end").role == "owner"

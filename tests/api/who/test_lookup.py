@@ -1,5 +1,5 @@
-"""What a request names is found within its organisation, with a key of a project within that, and nowhere else; rows of
-those who sort before and after are there to be told apart."""
+"""A request finds what it names only within its organisation, and with a project's key only within that project. Rows
+of organisations that sort before and after must not be mistaken for theirs."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_key_that_is_sent_along_lends_what_it_reads(filled: Database, scopes: 
         assert row.id == "ann-p:checkpoint"
         own = CheckpointPath("rival-p:run", "weights", "one")
         assert lookup.readable_checkpoint(session, rival, own, secret).id == "rival-p:checkpoint"
-        with pytest.raises(NotFound):  # the lender's key is of another project
+        with pytest.raises(NotFound):  # the lender's key is for another project
             lookup.readable_checkpoint(session, rival, CheckpointPath("ann-q:run", "weights", "one"), secret)
 
 

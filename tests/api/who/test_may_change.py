@@ -1,4 +1,4 @@
-"""A member changes what they have made, and looks at the rest; admins and keys of the organisation change all of it."""
+"""Members change what they have made and look at the rest; admins and the organisation's keys change all of it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from store.database.db import Database
 from store.tables import Session
 
 ANN = Principal("acme", 1, "ann", role="member")
-#: Everybody, and whether they change what ann has made.
+#: Everybody, and whether they may change what ann has made.
 TABLE = [
     (ANN, True),
     (Principal("acme", 7, "ann", role="member"), True),
     (Principal("acme", None, "ann", role="member"), True),
     (Principal("acme", 2, "bob", role="member"), False),
-    (Principal("acme", 2, "bob", role="-member"[1:]), False),  # as it comes from the database
+    (Principal("acme", 2, "bob", role="-member"[1:]), False),  # as the database returns it
     (Principal("acme", None, "bob", role="member"), False),
     (Principal("acme", 2, "bob", role="admin"), True),
     (Principal("acme", 2, "bob", role="owner"), True),

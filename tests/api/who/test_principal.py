@@ -1,4 +1,4 @@
-"""Who a key stands for, what that sees as its own, and under which name it acts."""
+"""Whom a key stands for, what counts as its own, and the name under which it acts."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_limits_are_of_the_organisation_the_project_and_the_key(filled: Database
 
 
 def test_limits_do_not_make_another_of_somebody() -> None:
-    """Sessions and caches are found by who asks."""
+    """Sessions and caches are found by the caller, whatever the limits."""
     limit = RateLimit("key", "1", 1, None, None)
     assert Principal("acme", 1, limits=(limit,)) == Principal("acme", 1)
     assert Principal("acme", 1) != Principal("acme", 2)
@@ -138,7 +138,7 @@ def test_a_person_at_the_console_has_no_key() -> None:
     assert (who.urn, who.actor, who.in_person, who.role) == ("weft:user:ann", "user:ann", True, "owner")
 
 
-#: Who, and the sessions of acme that are their own.
+#: Callers, and the sessions of acme that are their own.
 OWN = [
     (Principal("acme", 1, "ann"), ["ann-p", "ann-q"]),
     (Principal("acme", 2, "ann"), ["ann-p", "ann-q", "bob-p"]),  # what was made with their key is theirs

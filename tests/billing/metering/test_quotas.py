@@ -1,4 +1,4 @@
-"""What an organisation may keep, counted: of itself alone, of what is kept alone, up to the limit and not beyond."""
+"""What an organisation may keep is counted: its own things only, kept things only, up to the limit and not beyond."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from store.settings import Limits
 
 NOW = datetime.now(UTC)
 HOUR = timedelta(hours=1)
-#: What `fill` has "a" keep.
+#: What `fill` makes "a" keep.
 KEPT = {"stored_bytes": 50 + 7, "runs": 2, "sessions": 2, "custom_losses": 3, "turn_bytes": 30, "result_bytes": 90}
 
 
@@ -100,7 +100,7 @@ def test_what_is_kept_is_counted_for_its_organisation(full: Database) -> None:
 
 
 def _told(full: Database, of: Claim, coming: int = 0, org_id: str = "a") -> str | None:
-    """Why there is no room, if so; and whether there ever will be."""
+    """The reason why there is no room, if so; and whether there ever will be."""
     with full.read() as session:
         try:
             check(session, org_id, of, coming)

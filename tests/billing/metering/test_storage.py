@@ -192,7 +192,7 @@ def sampler(till: Till, ref: str, model_path: str | None = None) -> None:
 
 
 def leave(till: Till) -> None:
-    """The session is over, and nothing has been told to storage."""
+    """The session ends, and storage is not told."""
 
     def write(session: Session) -> None:
         session.get_one(tables.Session, "s").state = "finished"
@@ -551,7 +551,7 @@ def test_a_budget_knows_what_else_was_spent_in_months_whose_storage_is_not_meter
 
 
 def at_most(times: int, called: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-    """`called`, which raises instead of going on for ever."""
+    """Limits how often `called` runs: then it raises, so that no loop goes on for ever."""
     left = iter(range(times))
 
     def call(*arguments: Any) -> tuple[int, int]:

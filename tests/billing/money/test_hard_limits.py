@@ -28,7 +28,7 @@ def spenders(till: Till, processes: int, threads: int, times: int, *numbers: int
 
 
 def limit(till: Till, by: str) -> None:
-    """Let `by` allow LIMIT and everything else far more."""
+    """Let `by` allow LIMIT, and everything else far more."""
     much = 100 * LIMIT
     till.mode("prepaid")
     till.database.write_now(

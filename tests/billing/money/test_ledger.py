@@ -15,7 +15,7 @@ from tests.billing.conftest import START, Till
 
 
 def posted(till: Till, type: EntryType, amount_nusd: int, ref: str = "1", org_id: str = "a", **more: Any) -> bool:
-    """Whether it was, and not before."""
+    """Whether the entry was posted now, and not before."""
     facts: dict[str, Any] = {"org_id": org_id, "type": type, "amount_nusd": amount_nusd, "ref_type": "t", "ref_id": ref}
     return till.database.write_now(lambda session: post(session, **(facts | more)) is not None)
 

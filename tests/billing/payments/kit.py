@@ -1,4 +1,4 @@
-"""Organisations that pay, and a clock that both sides of a test follow."""
+"""Organisations that pay, and a clock for both sides of a test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.fakestripe import FakeStripe
 
 START = datetime(2026, 11, 29, 12, tzinfo=UTC)
 
-#: Where one unit of anything costs one nano-dollar.
+#: Prices at which one unit of anything costs one nano-dollar.
 _TOKENS = dict.fromkeys(("train", "prefill", "cached_prefill", "sample"), 1000)
 PRICES = load_prices(
     [
@@ -42,7 +42,7 @@ PRICES = load_prices(
 
 @dataclass
 class Payments:
-    """One database and one fake account, at the fake's time."""
+    """One database and one fake Stripe account, with the fake's clock."""
 
     database: Database
     fake: FakeStripe
@@ -64,7 +64,7 @@ class Payments:
         return JobContext(self.database, FolderBlobs(self.folder / "blobs"), settings, PRICES, lambda: self.now)
 
     def organisation(self, mode: str = "postpaid", customer: bool = True) -> str:
-        """A new organisation; a customer of the fake's."""
+        """Make an organisation that is a customer of the fake."""
         org_id = uuid.uuid4().hex[:16]
         made = f"cus_{org_id}"
         if customer:
@@ -82,14 +82,14 @@ class Payments:
             return session.get_one(Organisation, org_id).stripe_customer_id or ""
 
     def use(self, org_id: str, kind: str, amount_nusd: int) -> str:
-        """What a settled operation leaves behind. Returns its id."""
+        """Record what a settled operation leaves behind. Returns its id."""
         number = f"{org_id}-{next(self._numbers)}"
         charge = Charge(Payer(org_id), "s", None, number, "m", self.now, {kind: amount_nusd}, hold_nusd=None)
         self.database.write_now(lambda session: settle(session, [charge], PRICES, self.now))
         return number
 
     def ledger(self, org_id: str) -> list[tuple[str, int]]:
-        """Its entries, as (type, amount), in order; the wallet must agree."""
+        """The entries as (type, amount), in order; the wallet must agree."""
 
         def look(session: Session) -> tuple[int, list[tuple[str, int]]]:
             balance = wallet_of(session, org_id).balance_nusd
@@ -105,7 +105,7 @@ class Payments:
             return list(session.scalars(select(StripeOutbox).filter_by(**columns).order_by(StripeOutbox.id)))
 
     def forget_others(self) -> None:
-        """Have organisations of earlier examples play no part."""
+        """Let organisations of earlier examples play no part."""
 
         def write(session: Any) -> None:
             session.execute(delete(StripeOutbox))
@@ -116,7 +116,7 @@ class Payments:
 
 
 def drain(payments: Payments) -> None:
-    """Stripe is well again; time goes on until nothing is open."""
+    """Stripe works again; let time pass until nothing is open."""
     payments.fake.front.faults.clear()
     put_meter_events(payments.context)
     for _ in range(60):

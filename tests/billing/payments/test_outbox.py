@@ -44,7 +44,7 @@ def _agree(payments: Payments, orgs: list[str]) -> None:
 
 
 def _floors(payments: Payments, org_id: str, kinds: tuple[str, ...]) -> int:
-    """The floor of each month's sum."""
+    """The sum over months of each month's amount, rounded down to micro-USD."""
     months: dict[Any, int] = {}
     with payments.database.read() as session:
         query = select(UsageEvent.recorded_at, UsageEvent.amount_nusd).where(UsageEvent.org_id == org_id)

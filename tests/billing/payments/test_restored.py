@@ -30,7 +30,7 @@ from tests.fakestripe import FakeStripe
 
 HOUR = 3600.0
 NOVEMBER, DECEMBER = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)
-#: What becomes of an invoice, before its end.
+#: The states of an invoice before its end.
 STEPS = ("used", "closed", "open", "failed")
 
 
@@ -40,7 +40,7 @@ def back_up(folder: Path) -> None:
 
 
 def hear(payments: Payments) -> None:
-    """What Stripe has told, as far as it was not heard."""
+    """Deliver what Stripe has told, as far as it has not been heard."""
     ask_for_missed_events(payments.context)
     process_webhooks(payments.context)
 

@@ -60,7 +60,7 @@ class Door:
 
     @property
     def told(self) -> list[Any]:
-        """What Stripe has to tell; taken."""
+        """Take the events that Stripe has to tell."""
         events, self.payments.fake.stripe.events = self.payments.fake.stripe.events, []
         return events
 
@@ -68,7 +68,7 @@ class Door:
         return self.payments.ledger(self.org_id)
 
     def paid(self, amount: str = "25") -> Any:
-        """A finished top-up, not told of yet."""
+        """Finish a top-up, of which Stripe has not told us yet."""
         return self.payments.fake.stripe.finish_checkout(self.topup(amount)["id"])
 
     def alerts(self) -> list[str]:
@@ -370,7 +370,7 @@ def test_a_clock_that_was_ahead_puts_off_no_event_for_years(door: Door) -> None:
 # ---- what never arrived
 
 
-def test_what_never_arrived_is_asked_for(door: Door) -> None:
+def test_payments_whose_events_never_arrived_are_asked_for(door: Door) -> None:
     """Nobody answered for longer than Stripe tries, or the database is a backup of before."""
     payment = door.paid("25")
     door.payments.fake.stripe.refund(payment["id"], 500)

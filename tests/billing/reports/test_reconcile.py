@@ -1,4 +1,4 @@
-"""Every way in which the books could differ is found, to the nano-dollar."""
+"""Every way in which the books could disagree is found, to the nano-dollar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler that says what a test wants, and the built-in model's own tokenizer."""
+"""A sampler that gives scripted answers, and the built-in model's own tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Scripted:
-    """Says one thing after the other, whoever asks, and keeps what it was asked."""
+    """A sampler that gives one answer after the other, whoever asks, and keeps the requests."""
 
     def __init__(self, *answers: str | Said) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""What of a batch is trained, by closed forms."""
+"""Which parts of a batch are trained, by closed forms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.wire.binary.sample_codec import PolicySpan
 
 
 def batch(*rewards: float) -> rl.Batch:
-    """One group, whose rollouts draw two tokens each."""
+    """A batch of one group, whose rollouts draw two tokens each."""
     turn = Turn((1, 2), (3, 4), (-0.5, -0.25))
     return rl.Batch([Group("task", [Rollout([turn], reward) for reward in rewards])], 0, 0)
 

@@ -70,7 +70,7 @@ def test_a_chat_that_replays_asks_for_experts_and_keeps_them() -> None:
 
 
 def test_tokens_that_no_encoder_would_give_come_back_as_they_were() -> None:
-    """The model spells "ab" as a, b; encoding its text would make another token of it."""
+    """The model spells "ab" as a, b; encoding its text would give another token."""
     odd = [tokenizer().encode("t")[0], tokenizer().encode("h")[0], tokenizer().encode("e")[0]]
     assert tokenizer().encode(tokenizer().decode(odd)) != odd
     who, sampler = policy(Said(odd, "length"), "ok")
@@ -101,8 +101,8 @@ def test_a_rewritten_history_begins_a_new_datum() -> None:
 
 
 def test_a_thought_is_kept_for_templates_that_show_it_in_the_history() -> None:
-    """As Qwen3's and GLM-4.6's do between a call and the answer to its result: a conversation that is written anew has
-    what the policy thought, as its ids would have had."""
+    """As Qwen3's and GLM-4.6's do between a call and the answer to its result: a conversation that is rendered anew
+    contains the policy's thought, as its ids would."""
     known = copy.deepcopy(tokenizer())
     shown = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
     known.chat_template = known.chat_template.replace("{%- for call in", f"{{{{- '' }}}}{shown}{{%- for call in", 1)
@@ -137,7 +137,7 @@ def test_agents_of_a_rollout_are_conversations_of_their_own() -> None:
 
 
 def test_agents_of_one_name_draw_each_for_themselves() -> None:
-    """Several tries of the same prompt are several draws, as several samples of a chat are."""
+    """Several tries of the same prompt are several draws, like several samples of a chat."""
     drawn, sampler = policy(*"abcd")
     chat = Chat(drawn, "seed")
     tries = [chat.agent("try"), chat.agent("try"), chat.agent("other"), Chat(drawn, "seed").agent("try")]
@@ -180,7 +180,7 @@ def test_tool_calls_and_thoughts_are_read() -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
-def test_a_call_with_what_json_has_no_number_for_is_none(number: str) -> None:
+def test_a_call_with_nan_or_infinity_is_no_call(number: str) -> None:
     text = f'<tool_call>{{"name": "pay", "arguments": {{"dollars": [{number}]}}}}</tool_call>'
     [call] = TemplateRenderer(tokenizer()).parse_response(tokenizer().encode(text)).tool_calls
     assert call.arguments is None
@@ -219,7 +219,7 @@ def test_a_rollout_that_takes_too_long_or_fails_is_that_rollouts_own() -> None:
 
 @pytest.mark.parametrize("errors", [BaseException, asyncio.CancelledError])
 def test_a_rollout_that_takes_too_long_has_no_reward_though_its_code_goes_on(errors: type[BaseException]) -> None:
-    """As a bare `except:` does, around the call of a model."""
+    """The code goes on after a bare `except:` around the call of a model, for example."""
 
     async def solve(task: str, chat: Chat) -> float:
         try:
@@ -233,7 +233,7 @@ def test_a_rollout_that_takes_too_long_has_no_reward_though_its_code_goes_on(err
 
 
 class Unclosed:
-    """Sandboxes whose provider fails, or takes for ever, when one is closed."""
+    """Sandboxes whose provider fails, or takes for ever, to close one."""
 
     def __init__(self, takes_s: float) -> None:
         self.takes_s = takes_s
@@ -266,13 +266,13 @@ def test_a_sandbox_that_cannot_be_closed_takes_no_reward_with_it(
     [good] = asyncio.run(env.group("good", [Chat(policy()[0])]))
     assert good == Reward(1.0)
     assert told in caplog.messages
-    if not takes_s:  # nor is it told in place of what the rollout has failed of
+    if not takes_s:  # nor does it hide the rollout's own error
         [bad] = asyncio.run(env.group("bad", [Chat(policy()[0])]))
         assert isinstance(bad, KeyError)
 
 
 def test_time_in_which_nothing_could_run_does_not_end_a_rollout() -> None:
-    """A reward that computes for long, or Ctrl-Z, holds up all rollouts; none of them has taken that time."""
+    """A reward that computes for long, or Ctrl-Z, holds up all rollouts, none of which is to blame."""
 
     async def solve(task: str, chat: Chat) -> float:
         if task == "holds":

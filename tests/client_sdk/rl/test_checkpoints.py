@@ -33,7 +33,7 @@ def saved(name: str, step: int, age_s: int, *runs: str, **more: Any) -> Checkpoi
 
 
 class Listing:
-    """An organisation's checkpoints, newest first; `change` is what happens to them between two pages."""
+    """An organisation's checkpoints, newest first; `change` is called between two pages of the list."""
 
     def __init__(self, rows: list[Checkpoint], change: Any) -> None:
         self.rows, self._change = rows, change
@@ -61,7 +61,7 @@ def newest(rows: list[Checkpoint], change: Any) -> int:
 
 @pytest.mark.parametrize("gone", [1, 7, 100])
 def test_none_is_passed_over_while_newer_ones_expire(gone: int) -> None:
-    """The lists of a page behind them move up: the loop began anew, or from a step long ago."""
+    """Later pages of the list move up meanwhile: the loop began anew, or from a step long ago."""
     rows = [*(saved("another", step, 200 - step) for step in range(100, 0, -1)), saved("mine", 40, 300)]
     rows += [saved("mine", 20, 400), *(saved("another", -step, 500) for step in range(150))]
     assert newest(rows, lambda rows: rows.__delitem__(slice(gone))) == 40
@@ -91,8 +91,8 @@ def test_it_is_the_one_with_the_most_steps_and_of_several_the_last() -> None:
 
 
 def test_what_a_loop_beside_it_has_spent_is_counted() -> None:
-    """A second loop under the name has begun where the first was, and was refused: its run is in its first checkpoint
-    alone, which is older than that which is gone on with."""
+    """A second loop under the name has begun where the first was, and was refused: its run is named only in its first
+    checkpoint, which is older than the one to go on from."""
     rows = [
         saved("mine", 10, 1, "first"),
         saved("another", 90, 2, "nobody's"),
@@ -105,7 +105,7 @@ def test_what_a_loop_beside_it_has_spent_is_counted() -> None:
 
 
 class Run:
-    """One whose checkpoints are in a list."""
+    """A run whose checkpoints are in a list."""
 
     def __init__(self, name: str, rows: list[Checkpoint]) -> None:
         self.name, self.rows = name, rows
@@ -123,8 +123,8 @@ class Run:
 
 
 def test_what_a_loop_that_was_refused_has_paid_elsewhere_is_counted_once() -> None:
-    """No run's usage tells of it: a teacher or a reference has scored. And the first has gone on from what earlier
-    lives had told as a sum."""
+    """No run's usage tells of a teacher or a reference that has scored. And the first loop has gone on from what
+    earlier lives had told as a sum."""
     rows = [saved("mine", 2, 1, "old", elsewhere_nusd=100)]
     mine, first, second = rl.Checkpoints("mine"), Run("first", rows), Run("second", rows)
 
@@ -146,13 +146,13 @@ def test_what_a_loop_that_was_refused_has_paid_elsewhere_is_counted_once() -> No
     assert known() == (6, {"": 100, "first": 20, "second": 7})
     with pytest.raises(WeftError, match="another loop saves under 'mine'"):
         save(Run("third", rows), 5, began, 0)
-    assert len(rows) == 4  # it has paid nothing that its usage does not tell
+    assert len(rows) == 4  # it has paid nothing beyond its usage
     save(first, 8, rows[1].tinker_path, 30)
     assert known() == (8, {"": 100, "first": 30, "second": 7})
 
 
 def save(run: Run, step: int, began: str | None = None, **more: Any) -> dict[str, Any]:
-    """What lies in the checkpoint."""
+    """The contents of the checkpoint."""
     state = {"step": step, "runs": [run.name], **more}
     asyncio.run(rl.Checkpoints("mine").save(cast(TrainingClient, run), step, state, began))
     found = asyncio.run(rl.Checkpoints("mine").newest(cast(RestClient, Listing(run.rows[:1], lambda rows: None))))

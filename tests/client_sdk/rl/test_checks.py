@@ -1,5 +1,5 @@
-"""Every argument of the toolkit that can train nothing, or not end, is refused by its name where it is given: before a
-token is drawn for it."""
+"""Every argument of the toolkit with which nothing could be trained, or a loop would never end, is refused by its name
+where it is given: before a token is drawn for it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_an_argument_that_cannot_be_is_refused_by_its_name(make: Callable[..., A
         make(**{name: value})
 
 
-#: Of all losses, each setting.
+#: Each setting of all losses.
 SETTINGS = [(name, each) for name in rl.losses.__all__ for each in signature(getattr(rl.losses, name)).parameters]
 
 
@@ -137,7 +137,7 @@ SETTINGS = [(name, each) for name in rl.losses.__all__ for each in signature(get
 def test_a_setting_of_a_loss_that_is_no_number_is_refused_where_it_is_given(
     name: str, setting: str, value: Any
 ) -> None:
-    """It would be traced, and refused by the server by the name of a node; None means something for `dual` alone."""
+    """Else it would be traced, and refused by the server by a node's name; None means something to `dual` only."""
     if (setting, value) == ("dual", None):
         return
     with pytest.raises((ValueError, TypeError), match=rf"{setting}\b|_{setting}_threshold"):

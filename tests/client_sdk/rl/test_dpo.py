@@ -1,4 +1,4 @@
-"""What DPO reads of log-probabilities, and what it has computed of them, against torch's own gradient."""
+"""What DPO reads and computes from log-probabilities, compared with torch's own gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.client_sdk.rl.test_refused import Priced
 
 
 def test_a_long_answers_sum_loses_no_digit() -> None:
-    """The reference's is one of Python's floats: where both models are one, what float32 rounds would be a margin."""
+    """The reference's sum is a Python float: if both models are one, float32's rounding would look like a margin."""
     lp = -np.random.default_rng(0).exponential(2.0, 4000).astype(np.float32)
     weights = (np.arange(4000) >= 100).astype(np.float32)
     datum = Datum(ModelInput.from_ints([1] * 4000), {"weights": TensorData.from_numpy(weights)})
@@ -29,12 +29,12 @@ def test_a_long_answers_sum_loses_no_digit() -> None:
 
 
 def lps(tokens: list[int], modulus: int) -> list[float]:
-    """Of each token but the first."""
+    """Logprobs of each token but the first."""
     return [-(token * place % modulus) / modulus for place, token in enumerate(tokens)][1:]
 
 
 class Trained(Priced):
-    """In place of a run and of a reference, which have their own logprobs; `sent` is what has a gradient."""
+    """Stands for a run and for a reference, with logprobs of their own; `sent` is what got a gradient."""
 
     model_id = "run"
 
@@ -43,7 +43,7 @@ class Trained(Priced):
         self.modulus, self.asked, self.sent = modulus, 0, list[Datum]()
 
     async def get_prices(self, base_model: str) -> PricesResponse:
-        """50 nano-dollars for each token that is read, ten where one is drawn, a hundred where it is trained."""
+        """50 nano-dollars for each token that is read, ten for one that is drawn, a hundred for one that is trained."""
         rates: dict[Any, int] = {"prefill": 50_000, "sample": 10_000, "train": 100_000}
         return PricesResponse(base_model=base_model, price_version="1", rates_uusd_per_mtok=rates)
 
@@ -72,7 +72,7 @@ def whole(datum: Datum) -> list[int]:
 
 
 def test_each_pair_is_pulled_as_far_as_torch_says_and_its_reference_is_asked_once() -> None:
-    """Where the run has moved from its reference, pairs weigh differently; at its first step all weigh the same."""
+    """Once the run has moved away from its reference, pairs weigh differently; at its first step all weigh the same."""
     run, base, beta = Trained(7), Trained(13), 0.5
     texts = [("it rains", "it is 6"), ("it is 7", "it rains twice"), ("it is 8", "it rains"), ("it is 9", "it pours")]
     rows = [{"prompt": f"{n} + 5", "chosen": one, "rejected": other} for n, (one, other) in enumerate(texts, 1)]

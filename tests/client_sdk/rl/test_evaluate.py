@@ -1,4 +1,4 @@
-"""How much of an evaluation is under way at a time: what has room, and of sandboxes as many as training leaves."""
+"""How much of an evaluation is under way at a time: what has room, and with the sandboxes that training leaves."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ async def solve(task: Any, chat: rl.Chat, box: Sandbox) -> float:
 
 
 def test_time_that_a_rollout_has_does_not_run_while_others_are_evaluated() -> None:
-    """All tasks at once would wait for each other at the server, each with its own time running: most would count as
-    failed, and earn nothing, for no other reason than that there are many."""
+    """If all tasks ran at once they would wait for each other at the server while their own time runs: most would fail
+    and earn nothing, only because there are many."""
     at_work, most = [0], [0]
 
     async def busy(task: Any, chat: rl.Chat) -> float:
@@ -54,7 +54,7 @@ def test_rollouts_are_sampled_as_the_evaluation_says_each_with_random_numbers_of
 
 
 class Broken:
-    """Somebody's own environment, which fails as a whole, or tells of one rollout too few."""
+    """A user's own environment, which fails as a whole, or returns one rollout too few."""
 
     tasks = range(2)
 
@@ -82,7 +82,7 @@ def test_tasks_wait_for_a_place() -> None:
 
 
 async def most_at_a_time(home: rl.sandboxes.Local, evaluation: rl.Evaluation, room: Places) -> int:
-    """Sandboxes that two evaluations which share their room have open together."""
+    """How many sandboxes two evaluations with shared room have open together, at most."""
     seen = [0]
 
     async def look() -> None:

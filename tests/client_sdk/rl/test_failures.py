@@ -1,4 +1,4 @@
-"""When a loop ends by itself since nothing comes of its groups, and when it says that filters take all."""
+"""When a loop ends because all its groups fail, and when it says that filters take everything."""
 
 from __future__ import annotations
 

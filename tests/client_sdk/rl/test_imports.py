@@ -1,4 +1,4 @@
-"""`weft.rl` is light: torch and the packages of environments are imported when something needs them."""
+"""`weft.rl` is light: torch and the packages of environments are imported only when something needs them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_what_is_missing_is_named(make, says, monkeypatch: pytest.MonkeyPatch) -
         make()
 
 
-def test_a_name_that_is_not_there() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'grpoo'"):
         _ = rl.grpoo

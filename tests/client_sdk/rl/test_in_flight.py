@@ -1,4 +1,4 @@
-"""Rollouts under way: how many there may be, with which weights, and that none goes on behind the end."""
+"""Rollouts under way: how many there may be, with which weights, and that none goes on after the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.client_sdk.rl.test_train import Done, Pupil, Weights, ids
 
 
 def test_nothing_goes_on_behind_the_end() -> None:
-    """Neither rollouts, nor who looks how far they are."""
+    """Neither rollouts nor the task that watches their progress."""
     told = list[str]()
 
     async def solve(task: int, chat: rl.Chat) -> float:
@@ -81,7 +81,7 @@ def test_nothing_is_sampled_beyond_the_last_batch(schedule: Any) -> None:
 def test_as_many_groups_are_begun_as_there_is_room_for(
     schedule: Any, concurrency: Any, batches: int, begun: list[int]
 ) -> None:
-    """`begun` before the first has ended, and at most at a time, which is what sandboxes are asked for."""
+    """`begun` is the number before the first has ended, and the most at a time: so many sandboxes are asked for."""
     boxes, started = cast(Any, object()), list[int]()
 
     async def solve(task: int, chat: rl.Chat) -> float:
@@ -108,7 +108,7 @@ def test_as_many_groups_are_begun_as_there_is_room_for(
 
 
 def test_a_limit_is_judged_by_groups_that_began_under_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were under way when it moved have to end first. In a limit's first second nobody is asked."""
+    """Those that were under way when the limit moved have to end first. In a limit's first second nobody is asked."""
     now, ends, windows = [100.0], asyncio.Event(), list[float]()
     monkeypatch.setattr(loop, "LOOK_S", 0)
     monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -185,7 +185,7 @@ def test_a_refusal_halves_how_many_are_under_way(error: Exception, limit: int) -
 def test_what_one_rollout_is_refused_halves_it_once_for_all_that_were_under_way(
     size: int, refused: list[int], limit: int
 ) -> None:
-    """`refused` are samples, in the order in which they begin: 8 groups at a time."""
+    """`refused` are samples, in the order in which they begin; 8 groups run at a time."""
     begun, trying = list[int](), asyncio.Event()
 
     async def solve(task: int, chat: rl.Chat) -> float:
@@ -239,7 +239,7 @@ def test_a_schedule_says_which_weights_sample_and_how_old_they_may_be(schedule: 
 
 
 def test_what_is_too_old_by_the_servers_versions_is_not_trained() -> None:
-    """They go on where a life does not begin with the run."""
+    """Versions are counted on when a life does not begin with the run."""
     said = [Said(ids("8"), version=version) for version in (7, 7, 8)]
     run, updated = Pupil((), ()), Done(None)
     run.sampler = run.later[0] = Weights(*said)

@@ -1,4 +1,4 @@
-"""Names of a mixture that are not there are refused where they are written; shares are those that were asked for."""
+"""Unknown names in a mixture are refused where they are written; the shares of tasks are those that were asked for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_each_draws_from_its_own_source() -> None:
 
 
 def test_a_life_with_fewer_tasks_tries_those_alone_that_are_left() -> None:
-    """As of a file whose broken lines were taken out: the loop ended with groups that all failed."""
+    """Such as a file whose broken lines were taken out: the loop ended because all its groups failed."""
     many, few = rl.prompts(["?"] * 40), rl.prompts(["?"] * 3)
     first, pools = Tries(mixture(many, None, 0), None), rl.DifficultyPools(40)
     tried = [first.draw() for _ in range(40)]

@@ -1,4 +1,4 @@
-"""What a loop will cost, by hand."""
+"""What a loop will cost, calculated by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def estimate(env: Any, **more: Any) -> tuple[dict[str, int], int]:
 
 
 def test_an_estimate_is_what_each_environments_rollouts_are_expected_to_take() -> None:
-    """In each of four turns, half of the whole is read on average."""
+    """In each of four turns half of the whole conversation is read, on average."""
     one = rl.prompts(["?"], max_tokens=6, expected=rl.Size(drawn=6, read=20))
     four = rl.prompts(["?"], max_tokens=6, expected=rl.Size(drawn=10, read=30, turns=4))
     env, groups = {"one": one, "four": four}, rl.Groups(batch=4, size=2)

@@ -1,4 +1,4 @@
-"""Mistakes that a user makes first are answered with what was wrong and what to do instead."""
+"""The mistakes that users make first are answered with what was wrong and what to do instead."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_notebook_is_told_what_to_await() -> None:
             rl.distill(NOBODY, rl.prompts(["?"]), NOBODY)
 
     asyncio.run(cell())
-    with pytest.raises(TypeError) as failed:  # elsewhere an error of the loop is told without any of that
+    with pytest.raises(TypeError) as failed:  # elsewhere the loop's error is told without that hint
         rl.train(NOBODY, rl.prompts(["?"]))
     assert failed.value.__context__ is None
 
@@ -121,7 +121,7 @@ def test_conversations_of_another_form(row: Any) -> None:
 
 
 def test_a_conversation_that_the_template_cannot_say_is_named() -> None:
-    """One of a hundred thousand, perhaps."""
+    """It may be one of a hundred thousand."""
     strict = copy.copy(tokenizer())
     refusing = "{{ raise_exception('roles must alternate') if messages[0].content == '?!' }}"
     strict.chat_template = refusing + strict.chat_template
@@ -141,7 +141,7 @@ def test_a_conversation_that_the_template_cannot_say_is_named() -> None:
 
 @pytest.mark.parametrize(("asks", "answers"), [("human", "gpt"), ("user", "model"), ("human", "assistant")])
 def test_roles_that_no_template_knows_are_named(asks: str, answers: str) -> None:
-    """Rows of which nothing was trained went missing without a word."""
+    """Rows of which nothing was trained were left out without a word."""
     talk = [{**TALK[0], "role": asks}, {**TALK[1], "role": answers}]
     place, role = (0, asks) if asks == "human" else (1, answers)
     says = rf"messages\[{place}\]: 'role' is '{role}'; it must be one of .*user, assistant, tool: rename yours$"
@@ -166,7 +166,7 @@ def test_no_data_and_pairs_of_other_columns() -> None:
 
 
 class Priced(Run):
-    """In place of a run, and of a reference."""
+    """Stands for a run and for a reference."""
 
     async def get_base_model_async(self) -> str:
         return "base"
@@ -176,7 +176,7 @@ class Priced(Run):
 
 
 def test_a_datum_that_the_base_model_cannot_take_is_named_before_any_step() -> None:
-    """One of a hundred thousand ended the run at whichever step it was in."""
+    """One bad datum in a hundred thousand ended the run, at whichever step it came."""
     run, long = cast(Any, Priced(Scripted(), None)), "8 " * 3000
     data = rl.conversations([TALK, TALK, [TALK[0], {**TALK[1], "content": long}]], tokenizer())
     rows = [{"prompt": "?", "chosen": "8", "rejected": each} for each in ("9", "9", long)]
@@ -190,7 +190,7 @@ def test_a_datum_that_the_base_model_cannot_take_is_named_before_any_step() -> N
 
 
 def test_a_pair_is_refused_where_its_reference_has_no_room_for_the_last_token() -> None:
-    """Training predicts the token behind a whole context; who scores it has to read it."""
+    """Training predicts the token after a full context, but a scorer has to read that token."""
     run = cast(Any, Priced(Scripted(), None))
     rows = [{"prompt": "?", "chosen": "8", "rejected": each} for each in ("9", "8 " * 3000)]
     pair, exact = rl.pairs(rows, tokenizer())

@@ -1,5 +1,5 @@
-"""Conversations as data, with tokenizers that spell a space as part of the word behind it, as Llama 2's and Mistral's:
-what they make of a text hangs on whether anything is before it."""
+"""Conversations as data, with tokenizers like Llama 2's and Mistral's, where a space belongs to the word after it: the
+tokens of a text depend on whether anything comes before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MISTRAL = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
-#: As GLM-4.5's: what ends a turn is the mark of who speaks next.
+#: As in GLM-4.5: the mark of the next speaker ends a turn.
 GLM = (
     "<s>{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'tool' %}"
     "<|observation|>\n{{ m.content }}{% else %}<|assistant|>\n{{ m.content }}"
@@ -53,7 +53,7 @@ TALK = [
 ]
 CALL_OF_ADD = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-#: Each with what ends a turn of its assistant.
+#: Templates, each with the text that ends a turn of its assistant.
 TEMPLATES = [
     pytest.param(CHATML, "<|im_end|>", id="chatml"),
     pytest.param(MISTRAL, "</s>", id="mistral"),
@@ -62,7 +62,7 @@ TEMPLATES = [
 
 
 def made(scheme: str, template: str) -> Any:
-    """`scheme` is where a space is put that is not in the text; Llama 2's tokenizer does it by a normalizer."""
+    """A tokenizer; `scheme` is where it puts a space that is not in the text. Llama 2's does it by a normalizer."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     inner.pre_tokenizer = pre_tokenizers.Metaspace("▁", "always" if scheme == "legacy" else scheme)
@@ -90,7 +90,7 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: 
     assert drawn.count(known.convert_tokens_to_ids(end)) == 2  # each answer learns to end
     ends = ["<|user|>", "<|observation|>"] if template == GLM else [end]  # with the second a call ends
     assert renderer.get_stop_token_ids() == known.convert_tokens_to_ids(ends)
-    for place in (1, 3):  # each answer is behind the prompt that it would be sampled from
+    for place in (1, 3):  # each answer comes after the prompt from which it would be sampled
         prompt = renderer.render_ids(TALK[:place], add_generation_prompt=True)
         assert ids[: len(prompt)] == prompt
         assert sampled[len(prompt) - 1 : len(prompt) + 1] == [False, True]
@@ -117,7 +117,7 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: 
     ],
 )
 def test_what_a_template_leaves_out_is_refused(talk: Any, tools: Any, says: str) -> None:
-    """A call that is left out would be trained as an answer of nothing; tools, as if nobody had shown them."""
+    """A call that is left out would be trained as an empty answer; left-out tools, as if they had never been shown."""
     known = made("first", MISTRAL.replace("{% else %}", "{% elif m.role == 'assistant' %}"))
     with pytest.raises(ValueError, match=says):
         TemplateRenderer(known).render_ids(talk, tools=tools)
@@ -152,7 +152,7 @@ def test_a_next_turn_has_the_tokens_of_its_whole_text(scheme: str, template: str
 
 
 def test_an_answer_is_trained_behind_a_system_message_that_the_template_shows_at_the_end_alone() -> None:
-    """As Mistral-7B-Instruct-v0.3's does: with the last message, where that is a user's."""
+    """Mistral-7B-Instruct-v0.3's shows it with the last message, if that is a user's."""
     shown = "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
     late = MISTRAL.replace("{% else %}", "{% elif m.role == 'assistant' %}").replace("[INST] ", "[INST] " + shown)
     known = made("first", late)
@@ -163,13 +163,13 @@ def test_an_answer_is_trained_behind_a_system_message_that_the_template_shows_at
         assert "[INST] Be my friend.\n\n" + talk[place - 1]["content"] in prompt
         assert ids == known.encode(f"{prompt} {answer}</s>", add_special_tokens=False)
         assert sampled == [False] * len(known.encode(prompt, add_special_tokens=False)) + [True] * sum(sampled)
-    twice = "What is 3 + 5? [/INST] and [INST] What is 3 + 5? [/INST] 8"  # which says what its prompt ends in
+    twice = "What is 3 + 5? [/INST] and [INST] What is 3 + 5? [/INST] 8"  # which tells how its prompt ends
     [(ids, sampled)] = TemplateRenderer(known).example([*talk[:2], {"role": "assistant", "content": twice}])
     assert known.decode([token for token, own in zip(ids, sampled, strict=True) if own]).strip() == twice + "</s>"
 
 
 def test_a_turn_ends_once_also_where_the_history_writes_its_end_otherwise() -> None:
-    """As gpt-oss's: <|return|> ends an answer, and <|end|> the same answer in a history."""
+    """As in gpt-oss's template: <|return|> ends an answer, and <|end|> the same answer in a history."""
     ended = CHATML.replace("}}<|im_end|>\n", "}}{{ '</s>' if loop.last and m.role == 'assistant' else '<|im_end|>' }}")
     known = made("first", ended)
     renderer = TemplateRenderer(known)
@@ -184,7 +184,7 @@ def test_a_turn_ends_once_also_where_the_history_writes_its_end_otherwise() -> N
 
 
 def test_a_call_ends_where_its_result_begins() -> None:
-    """A model that never learns to stop behind a call writes one behind the other."""
+    """A model that never learns to stop after a call writes one call after the other."""
     known = made("first", GLM)
     call = {"role": "assistant", "content": "add", "tool_calls": [{"name": "add", "arguments": {}}]}
     talk = [TALK[0], call, {"role": "tool", "content": "8"}, TALK[1]]
@@ -193,13 +193,13 @@ def test_a_call_ends_where_its_result_begins() -> None:
         drawn = [token for token, own in zip(ids, sampled, strict=True) if own]
         assert [word for word in known.convert_ids_to_tokens(drawn) if word in SPECIAL] == ends
     thinking = GLM.replace("<|assistant|>\n{{", "<|assistant|>\n{% if loop.last %}It is {% endif %}{{")
-    first, last = TemplateRenderer(made("first", thinking)).example(TALK)  # of which the history has another text
+    first, last = TemplateRenderer(made("first", thinking)).example(TALK)  # for which the history has another text
     for ids, sampled in (first, last):
         assert (known.convert_ids_to_tokens(ids[-1]), sampled[-1]) == ("<|user|>", True)
 
 
 def test_parts_of_a_message_are_its_text_and_what_is_no_text_is_refused() -> None:
-    """Left out in silence, an answer would be trained behind a question without its picture."""
+    """Left out without a word, an answer would be trained on a question without its picture."""
     renderer = TemplateRenderer(made("first", CHATML))
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3 + 5?"}]
     assert renderer.example([{"role": "user", "content": parts}, *TALK[1:]]) == renderer.example(TALK)
@@ -218,13 +218,13 @@ def test_calls_are_those_that_the_format_has_also_in_text_that_is_no_call() -> N
 
 @pytest.mark.parametrize("piece", ["<tool_call>{", "<tool_call>{}", "<tool_call> ", "<tool_call>{ } "])
 def test_calls_that_a_model_begins_over_and_over_are_read_once(piece: str) -> None:
-    """Every other rollout waits meanwhile: with the square of their number it would be for minutes."""
+    """Every other rollout waits meanwhile: with the square of the calls' number, for minutes."""
     assert _apart(piece * 20_000) == (piece * 20_000, [])
 
 
 @pytest.mark.parametrize("said", ["It is 7, no, 8.</think>\n\n8<|im_end|>", "\n</think>8<|im_end|>"])
 def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: str) -> None:
-    """As of models that only think (DeepSeek-R1, Qwen3-Thinking): their prompt ends within the thought."""
+    """As with models that always think (DeepSeek-R1, Qwen3-Thinking): their prompts end within the thought."""
     known = made("first", CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"))
     parsed = TemplateRenderer(known).parse_response(known.encode(said, add_special_tokens=False))
     assert (parsed.content, parsed.reasoning_content) == ("8", said.partition("</think>")[0].strip())
@@ -232,7 +232,7 @@ def test_a_thought_that_the_template_has_begun_is_no_part_of_the_answer(said: st
     assert other.parse_response(known.encode(said, add_special_tokens=False)).reasoning_content is None
 
 
-#: Of templates whose prompt begins a thought. What they make of an answer's thought `r` and its rest `c` is put in.
+#: Parts of templates whose prompt begins a thought. The text for an answer's thought `r` and its rest `c` is put in.
 BEGUN = (
     "{% for m in messages %}{% if m.role == 'user' %}<|user|>\n{{ m.content }}{% elif m.role == 'tool' %}"
     "<|observation|>\n{{ m.content }}{% else %}<|assistant|>"
@@ -270,7 +270,7 @@ THINKING = [
 def test_an_answer_is_trained_behind_the_thought_that_its_prompt_begins(
     prompt: str, written: str, wanted: str, thought: str, inside: bool
 ) -> None:
-    """Also where the template leaves out thoughts, or writes an answer without one as no prompt of it begins."""
+    """Even if the template leaves out thoughts, or writes an answer without a thought as no prompt begins it."""
     known = made("first", BEGUN.replace("WRITTEN", written).replace("PROMPT", prompt))
     renderer, parts = TemplateRenderer(known), {"content": "8"}
     if thought:
@@ -304,7 +304,7 @@ def test_a_thought_that_was_cut_off_is_no_answer(begun: str, said: str) -> None:
 
 
 def test_a_template_that_takes_a_result_behind_its_call_alone_is_asked_for_the_whole() -> None:
-    """What is asked to go on knows no calls, and such templates raise."""
+    """The part that is rendered to go on contains no calls, and such templates raise for it."""
     refusing = "{% if m.role == 'tool' and not loop.previtem.tool_calls %}{{ raise_exception('no call') }}{% endif %}"
     known = made("first", CHATML.replace("{{ m.content }}", refusing + "{{ m.content }}"))
     renderer = TemplateRenderer(known)
@@ -317,7 +317,7 @@ def test_a_template_that_takes_a_result_behind_its_call_alone_is_asked_for_the_w
 
 @pytest.mark.parametrize("template", [QWEN2_5, QWEN3_CODER], ids=["qwen2.5", "qwen3-coder"])
 def test_arguments_are_an_object_to_the_template_also_where_openai_writes_text(template: str) -> None:
-    """Templates that write JSON of them would write that of a string, and a model would learn to call so."""
+    """Templates that write arguments as JSON would write a quoted string, and a model would learn to call so."""
     renderer = TemplateRenderer(made("first", template))
 
     def talk(arguments: Any, flat: bool = False) -> list[dict[str, Any]]:
@@ -329,12 +329,12 @@ def test_arguments_are_an_object_to_the_template_also_where_openai_writes_text(t
     for flat in (False, True):
         assert renderer.render_ids(talk('{"a": 3, "b": [5]}', flat)) == wanted
     assert renderer.example(talk('{"a": 3, "b": [5]}'))[0][0] == wanted
-    if template == QWEN2_5:  # what is no object stays as it is
+    if template == QWEN2_5:  # what is not an object stays as it is
         assert '"{a"' in renderer.tokenizer.decode(renderer.render_ids(talk("{a")))
 
 
 def test_what_a_message_does_not_have_is_not_shown_to_the_template() -> None:
-    """Rows of a data set have all fields of all rows, and templates ask which there are, as Llama 3.1's does."""
+    """Rows of a data set have all fields of all rows, and templates such as Llama 3.1's look which fields there are."""
     asking = "{% if 'tool_calls' in m %}{% if not m.tool_calls | length == 1 %}{{ 1 / 0 }}{% endif %}{% endif %}"
     renderer = TemplateRenderer(made("first", CHATML.replace("{{ m.content }}", asking + "{{ m.content }}")))
     assert renderer.render_ids([{**each, "tool_calls": None} for each in TALK]) == renderer.render_ids(TALK)

@@ -1,4 +1,4 @@
-"""Turns become data: which join, and what of each is trained."""
+"""Turns become data: which turns join, and which of their tokens are trained."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def test_data_say_at_what_and_in_which_sequence_their_tokens_were_drawn() -> Non
 
 
 def routes(first: int, count: int) -> Any:
-    """[tokens, 1 layer, 2 choices]: every token has experts of its own."""
+    """Routes [tokens, 1 layer, 2 choices]: every token has experts of its own."""
     return np.arange(2 * first, 2 * (first + count), dtype=np.uint16).reshape(count, 1, 2)
 
 
 def test_each_token_goes_where_it_went_when_it_was_drawn_or_first_read() -> None:
-    """Of the tokens 10 and 11 the second turn read 11 for the first time: it was drawn last, and nothing came of it."""
+    """Of the tokens 10 and 11 the second turn was first to read 11: it was drawn last, so nothing had read it."""
     one = Turn((1, 2), (10, 11), (-1.0, -1.0), routed_experts=routes(0, 3))
     two = Turn((1, 2, 10, 11, 3), (12, 13), (-1.0, -1.0), routed_experts=routes(50, 6))
     [datum] = data_of(Rollout([one, two]), 1.0)
@@ -110,7 +110,7 @@ def test_the_same_prompt_twice_is_two_data() -> None:
     assert len(data_of(Rollout([turn([1], [2]), turn([1], [3])]), 1.0)) == 2
 
 
-def test_what_drew_nothing_is_no_datum() -> None:
+def test_a_turn_that_drew_no_token_is_no_datum() -> None:
     assert data_of(Rollout([turn([1, 2], [])]), 1.0) == []
 
 

@@ -1,4 +1,4 @@
-"""What a loop that ends leaves for the next life of it."""
+"""What a loop that ends leaves to its next life."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tasks_under_way_when_the_budget_ends_are_tried_again() -> None:
 
 
 class Run:
-    """In place of a run: what rollouts ask of one. `eos` is what its server knows to end a text."""
+    """Stands for a run, as rollouts need it. `eos` is the token that its server knows to end a text."""
 
     def __init__(self, sampler: Scripted, eos: list[int] | None) -> None:
         self.sampler, self.eos = sampler, eos
@@ -72,7 +72,7 @@ class Run:
 def test_an_answer_ends_as_the_template_ends_it_also_where_the_base_model_ends_texts_alone(
     eos: list[str] | None, told: bool
 ) -> None:
-    """A base model that has learned to chat would write the rest of the conversation, up to max_tokens."""
+    """A base model that has learned to chat would otherwise write the rest of the conversation, up to max_tokens."""
     end = tokenizer().convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     known = tokenizer().convert_tokens_to_ids(eos) if eos else eos
     sampler = policy("8", "8")[1]
@@ -89,7 +89,7 @@ def test_an_answer_ends_as_the_template_ends_it_also_where_the_base_model_ends_t
 
 
 class Judge:
-    """Somebody's own environment, whose rewards nobody has looked at."""
+    """A user's own environment, whose rewards nobody has checked."""
 
     expected = advantage = None
     tasks = range(2)
@@ -123,7 +123,7 @@ def refuses(group: Group) -> bool:
 
 
 class Retires(rl.Shuffled):
-    """A source of one's own, with a mistake."""
+    """A user's own source, with a mistake in it."""
 
     def observe(self, index: int, mean: float) -> None:
         raise KeyError("no such task")
@@ -150,7 +150,7 @@ def test_a_mistake_in_what_judges_groups_ends_the_loop(groups: rl.Groups, source
 
 
 class Cancelled(Judge):
-    """An environment within which something is cancelled the first time."""
+    """An environment in which something is cancelled the first time."""
 
     async def group(self, task: Any, chats: Sequence[rl.Chat]) -> list[Outcome]:
         if not self.outcomes:
@@ -161,7 +161,7 @@ class Cancelled(Judge):
 
 @pytest.mark.parametrize(("kind", "failed"), [("function", "rollouts"), ("prompts", "rollouts"), ("own", "groups")])
 def test_what_is_cancelled_within_a_rollout_is_that_rollouts_failure(kind: str, failed: str) -> None:
-    """As a judge is whose future somebody else has cancelled: the loop waited for ever."""
+    """Such as a judge whose future somebody else has cancelled: the loop waited for ever."""
     asked = iter(range(9))
 
     async def judged(*_: Any) -> float:
@@ -188,7 +188,7 @@ def test_what_is_cancelled_within_a_rollout_is_that_rollouts_failure(kind: str, 
 def test_a_task_that_no_group_comes_to_anything_with_is_named(
     name: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a broken line of a file is, one of ten thousand."""
+    """Such as a broken line in a file of ten thousand."""
     env = rl.prompts([{"prompt": "?"}, {"question": "?"}], max_tokens=4)
 
     async def life() -> rl.Batch:
@@ -216,7 +216,7 @@ def test_a_filter_may_be_any_callable() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_tasks_of_a_batch_are_tried_again_unless_it_was_trained(trained: bool) -> None:
-    """A loop may end, and be saved, between a batch and its step: a budget suffices to sample it and not to train."""
+    """A loop may end, and be saved, between a batch and its step: if the budget suffices only to sample."""
 
     async def life() -> list[Any]:
         env = rl.function(lambda task, chat: asyncio.sleep(0, 1.0), range(8))
@@ -234,7 +234,7 @@ def test_tasks_of_a_batch_are_tried_again_unless_it_was_trained(trained: bool) -
 
 
 class Failing(Scripted):
-    """Says what it is told to, and raises what is an error."""
+    """A sampler that gives scripted answers, and raises those that are errors."""
 
     def _next(self) -> Said:
         if isinstance(error := self.answers[0], Exception):
@@ -305,7 +305,7 @@ def test_a_sample_that_is_made_good_by_another_try_keeps_its_reward() -> None:
     ],
 )
 def test_what_was_drawn_in_vain_is_counted_however_soon_it_ends(ends: str, size: int, why: str) -> None:
-    """A late group is cancelled when as many as are needed have ended; one that failed is not tried again."""
+    """A late group is cancelled once enough others have ended; a failed one is not tried again."""
     numbers = iter(range(99))
 
     async def solve(task: int, chat: rl.Chat) -> float:

@@ -1,4 +1,4 @@
-"""Sandboxes: the contract, and attacks on it from inside."""
+"""The contract of sandboxes, and attacks on it from inside."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def inside(use: Callable[[Sandbox], Awaitable[Any]], limits: Limits = SMALL, **o
 
 
 def python(code: str, limits: Limits = SMALL, time_s: float | None = None) -> Any:
-    """Code run inside, as an attacker would."""
+    """Run code inside, as an attacker would."""
     return inside(lambda box: box.exec("/usr/bin/python3", "-c", code, time_s=time_s), limits)
 
 
 @contextlib.contextmanager
 def marked() -> Iterator[str]:
-    """A command line that nothing else has; nothing of it may be left, within a second."""
+    """A command line that no other process has; within a second no process of it may be left."""
     mark = f"9{uuid.uuid4().int % 10**12}"
     yield mark
     deadline = time.monotonic() + 1
@@ -267,7 +267,7 @@ def test_a_command_whose_memory_cannot_be_told_is_ended(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("file", ["-1", "os.open('/dev/zero', os.O_RDWR)"])
 def test_memory_that_nobody_has_mapped_in_is_not_to_be_had(file: str) -> None:
-    """What a process has touched of a shared mapping stays when it ends, and is no process's."""
+    """Pages that a process has touched in a shared mapping remain when it ends, and then belong to no process."""
     code = (
         f"import mmap, os\nm = mmap.mmap({file}, 1 << 30, mmap.MAP_SHARED)\n"
         "if os.fork() == 0:\n for at in range(0, 100 << 20, 4096): m[at] = 1\n os._exit(0)\nos.wait(); print('kept')"
@@ -298,7 +298,7 @@ def test_what_ordinary_programs_share_they_still_share() -> None:
 
 
 def test_process_1_is_out_of_reach() -> None:
-    """It is bubblewrap's: one that is rewritten from inside need not end with its command."""
+    """Process 1 is bubblewrap's: rewritten from inside, it might not end with its command."""
     code = (
         "import ctypes, os\n"
         "try: open('/proc/1/mem', 'r+b'); print('mem')\n"
@@ -315,7 +315,7 @@ def test_process_1_is_out_of_reach() -> None:
 
 
 def memory_limit_held(taken_mib: int) -> bool:
-    """Other tests take memory meanwhile; a bomb would take all of the machine's."""
+    """Whether the memory limit holds. Other tests take memory meanwhile; a bomb would take all of the machine's."""
     return taken_mib < 128 + 1024
 
 
@@ -449,7 +449,7 @@ asyncio.run(go())
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="is a user already")
 def test_who_gives_up_while_a_sandbox_begins_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rollout that is late is cancelled wherever it is."""
+    """A rollout that takes too long is cancelled wherever it is."""
 
     async def story() -> None:
         home = rl.sandboxes.Local(SMALL)
@@ -500,7 +500,7 @@ def test_where_namespaces_are_forbidden_nothing_runs(who: str, says: str) -> Non
 
 
 def judged(machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
-    """What the filter answers a call: its program, played step by step."""
+    """The filter's answer to a call: its program is run here, step by step."""
     arch = seccomp.MACHINES[machine][0] if arch is None else arch
     data = struct.pack("=IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     steps = list(struct.iter_unpack("=HBBI", seccomp.program(machine)))
@@ -569,7 +569,7 @@ def test_a_provider_whose_client_is_missing_is_named(name: str, package: str, mo
 
 
 def test_commands_side_by_side_at_prime_read_each_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Prime's client as published, over a shell of this machine: what is given to a command is its own, and is gone."""
+    """Prime's published client, over a shell of this machine: a command's input is its own, and is gone afterwards."""
 
     class Client:
         async def execute_command(self, id: str, line: str, **options: Any) -> Any:

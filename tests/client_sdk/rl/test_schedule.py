@@ -23,12 +23,12 @@ SCHEDULES = st.one_of(
     st.builds(Async, max_lag=st.integers(1, 4)),
     PARTIAL,
 )
-#: What happens next: which of the groups under way, and how.
+#: What happens next: to which of the groups under way, and how.
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "progress", "drop", "step", "restart"]), st.integers(0, 99)))
 
 
 class Loop:
-    """A loop around the pacer, with a model of its own: which version drew each token, and which was trained when."""
+    """A loop around the pacer with its own account: which version drew each token, and at which it was trained."""
 
     def __init__(self, schedule: Schedule, batch: int) -> None:
         self.schedule, self.pacer, self.version = schedule, Pacer(schedule, batch), 0
@@ -38,7 +38,7 @@ class Loop:
         self.training = False
 
     def settle(self) -> None:
-        """All that the pacer asks for."""
+        """Do all that the pacer asks for."""
         self.flying -= set(self.pacer.late())
         while self.pacer.room():
             number = self.pacer.start()
@@ -88,7 +88,7 @@ def test_no_token_is_trained_that_is_older_than_max_lag(
 
 @given(SCHEDULES, st.integers(1, 4), st.integers(1, 40))
 def test_a_loop_that_goes_on_trains(schedule: Schedule, batch: int, rounds: int) -> None:
-    """Whatever ends and steps in turn gets somewhere: the pacer never waits for what will not come."""
+    """If groups end and steps are taken in turn, the loop advances: the pacer never waits for what will not come."""
     loop = Loop(schedule, batch)
     loop.settle()
     for _ in range(rounds):
@@ -104,7 +104,7 @@ def test_a_loop_that_goes_on_trains(schedule: Schedule, batch: int, rounds: int)
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 30))
 def test_groups_that_end_in_order_are_never_thrown_away(max_lag: int, batch: int, rounds: int) -> None:
-    """Even when sampling is so quick that all capacity is always used: the batch in training counts."""
+    """Even when sampling is so fast that all capacity is in use: the batch in training counts."""
     pacer = Pacer(Async(max_lag), batch)
     under_way: deque[tuple[int, int]] = deque()
     for _ in range(rounds):
@@ -178,8 +178,8 @@ def test_a_batch_without_data_moves_no_version() -> None:
 def test_partial_rollouts_keep_their_pool_their_budget_and_their_retention(
     schedule: Partial, events: list[tuple[str, int]]
 ) -> None:
-    """C3PO++: the pool is full whenever no batch is; a batch has the tokens of the budget, and leaves nothing complete
-    behind; what is not complete stays, until it has been carried over as often as it may; and each ends once."""
+    """C3PO++: the pool is full whenever no batch is ready; a batch has as many tokens as the budget, and leaves no
+    complete rollout behind; an incomplete one is carried over as often as it may; and each ends once."""
     pacer, born, drawn, complete = Pacer(schedule, 1), dict[int, int](), dict[int, int](), dict[int, int]()
     trained, purged, training = set[int](), set[int](), False
 
@@ -281,7 +281,7 @@ def test_concurrency_grows_while_used_and_shrinks_when_a_queue_stays() -> None:
     limits.observe(8, running=64, waiting=0)
     assert limits.limit == 10
     limits.observe(2, running=16, waiting=0)
-    assert limits.limit == 10  # what is allowed is not used
+    assert limits.limit == 10  # the limit is not used up
     for _ in range(3):
         limits.observe(10, running=64, waiting=40)
     assert limits.limit == 9
@@ -293,7 +293,7 @@ def test_concurrency_grows_while_used_and_shrinks_when_a_queue_stays() -> None:
 
 
 def test_concurrency_settles_where_the_server_has_just_enough() -> None:
-    """Places for 20 groups: what is more waits, and its share of the time says so."""
+    """The server has places for 20 groups: further ones wait, which shows in the share of time spent waiting."""
     for start in (1, 200):
         limits, seen = Concurrency(start=start), []
         for _ in range(60):

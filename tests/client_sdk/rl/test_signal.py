@@ -35,7 +35,7 @@ SIZES = [Size(*size) for size in zip(*(GOLDEN["lens"][key] for key in ("out", "i
         ),
     ],
 )
-def test_golden(name: str, advantage: Any) -> None:
+def test_values_are_those_of_prime_rl_and_slime(name: str, advantage: Any) -> None:
     assert advantage(REWARDS) == pytest.approx(GOLDEN[name], abs=2e-6)
 
 

@@ -22,7 +22,7 @@ def test_a_line_is_json_whatever_a_number_is(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_costs_no_other(tmp_path: Path) -> None:
-    """A full disk takes a part of a line; the life that wrote it is killed, and the next appends."""
+    """A full disk cuts a line; the life that wrote it is killed, and the next life appends to the file."""
     path = tmp_path / "steps.jsonl"
     path.write_bytes(b'{"step": 0, "reward": 0.5}\n{"step": 1, "rew')
     for step in (1, 2):
@@ -35,7 +35,7 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path: Path) -> None:
 
 
 def test_a_sink_is_good_for_the_next_loop_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops close their sinks at their end; a list of them is often given to several."""
+    """Loops close their sinks when they end, but a list of sinks is often given to several loops."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     bar = rl.Progress()
     sinks: list[Sink] = [rl.JsonLines(tmp_path / "steps.jsonl"), bar]
@@ -70,7 +70,7 @@ def test_an_evaluation_that_ends_steps_later_is_told_and_takes_the_bar_back_nowh
 
 
 class Failing:
-    """As a package of others fails: trackio's database on a full disk, a tracker whose server is away."""
+    """A sink of another package that fails: trackio's database on a full disk, a tracker whose server is away."""
 
     def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
         raise sqlite3.OperationalError("database or disk is full")
@@ -82,7 +82,7 @@ class Failing:
 def test_a_sink_that_fails_ends_no_run_and_takes_no_other_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loop of hours would end over its curves, which the server has, too; and at its end without its last save."""
+    """Else hours of training would end over curves that the server has too; and at the end without the last save."""
     sinks: list[Sink] = [Failing(), rl.JsonLines(tmp_path / "steps.jsonl")]
     tell(sinks, 0, 1, {"reward": 0.5})
     close(sinks)

@@ -1,4 +1,4 @@
-"""Which task is next: counts that must come out, and state that survives a round through JSON."""
+"""Which task comes next: exact counts, and state that survives a round trip through JSON."""
 
 from __future__ import annotations
 

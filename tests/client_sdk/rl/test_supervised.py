@@ -1,4 +1,4 @@
-"""Fixed data, step by step and from life to life: what is trained in which order, told, saved and paid."""
+"""Fixed data, step by step and from life to life: what is trained in which order, what is told, saved and paid."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.client_sdk.rl.test_train import READ, TRAINED, Done, Pupil
 
 
 class Server:
-    """What outlives a run: its checkpoints, newest first, and what runs were billed."""
+    """What outlives a run: its checkpoints, newest first, and what its runs were billed."""
 
     def __init__(self) -> None:
         self.rows, self.bills = list[Checkpoint](), dict[str, SimpleNamespace]()
 
 
 class Learns(Pupil):
-    """A run of `server`; `loaded` is what it has begun with."""
+    """A run of `server`; `loaded` is the checkpoint that it began with."""
 
     def __init__(self, server: Server, model_id: str = "first") -> None:
         super().__init__(())
@@ -55,7 +55,7 @@ class Learns(Pupil):
 
     @property
     def order(self) -> list[list[int]]:
-        """The data of each step, by their first token."""
+        """The data of each step, named by their first token."""
         return [[datum.model_input.to_ints()[0] for datum in data] for data in self.sent]
 
 
@@ -75,7 +75,7 @@ class Sink:
 
 
 def data(count: int = 10, length: int = 4) -> list[Datum]:
-    """Of as many tokens each, all but the first of which weigh something."""
+    """Data of so many tokens each, all but the first of which have a weight."""
     inputs: dict[str, Any] = {"target_tokens": [1] * length, "weights": [0.0] + [1.0] * (length - 1)}
     return [Datum(ModelInput.from_ints([number] + [1] * (length - 1)), inputs) for number in range(count)]
 

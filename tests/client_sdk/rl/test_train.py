@@ -1,4 +1,4 @@
-"""What a loop sends, tells and pays, to the digit, with a run that answers from a script."""
+"""What a loop sends, reports and pays, to the digit, with a run that answers from a script."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "3 + 5"
 
 
 class Done:
-    """What has been computed already."""
+    """A result that has been computed already."""
 
     def __init__(self, found: Any) -> None:
         self.found = found
@@ -48,8 +48,8 @@ class Weights(Scripted):
 
 
 class Pupil(Priced):
-    """In place of a run of five steps: `sent` has the data of each gradient. First it says the first answers, after a
-    step the next; the last are those of an evaluation."""
+    """Stands for a run of five steps: `sent` has the data of each gradient. It gives the first answers, after a step
+    the next ones; the last ones are an evaluation's."""
 
     model_id, loss_id = "run", cast(str | None, None)
 
@@ -144,7 +144,7 @@ def test_what_a_loop_is_told_of_its_rollouts_reaches_them(caplog: pytest.LogCapt
 
     def life(seed: int) -> list[str]:
         seen, closed, run = list[str](), list[bool](), Pupil(())
-        run.get_tokenizer = cast(Any, None)  # not asked for, where a renderer is given
+        run.get_tokenizer = cast(Any, None)  # not asked for, as a renderer is given
 
         def env(name: str) -> Any:
             async def solve(task: Any, chat: rl.Chat) -> float:
@@ -169,7 +169,7 @@ def test_what_a_loop_is_told_of_its_rollouts_reaches_them(caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("own", [False, True])
 def test_data_have_the_advantages_of_rewards_behind_the_penalty(own: bool) -> None:
-    """Those of an environment that has its own by that."""
+    """If an environment computes its own advantages, those."""
     run = Pupil(("8", "it is 9"), ())
     env = rl.prompts(
         [PROMPT], max_tokens=8, advantage=(lambda rewards: [2 * each for each in rewards]) if own else None
@@ -194,7 +194,7 @@ def test_an_evaluation_that_fails_ends_no_run(caplog: pytest.LogCaptureFixture) 
 
 
 class Teacher(Pupil):
-    """Knows each token by a rule; `read` is what it was asked to score, of `context` tokens at most."""
+    """Scores each token by a rule; `read` are the requests, of at most `context` tokens."""
 
     def __init__(self, context: int = 2048) -> None:
         super().__init__(())
@@ -215,7 +215,7 @@ class Teacher(Pupil):
 @pytest.mark.parametrize("hint", [None, "It is 8."])
 @pytest.mark.parametrize("reads", ["advantages", "ref"])
 def test_a_teachers_opinion_of_each_drawn_token_is_its_advantage(hint: str | None, reads: str) -> None:
-    """Or, of a loss that reads `ref`, what the teacher says itself."""
+    """For a loss that reads `ref`, the teacher's logprob itself."""
     answers = ["8", "it is 9"]
     run, teacher = Pupil(answers, ()), Teacher()
     hints = hint and (lambda task: [{"role": "system", "content": f"{task} {hint}"}])
@@ -244,8 +244,8 @@ def test_a_teachers_opinion_of_each_drawn_token_is_its_advantage(hint: str | Non
     assert report.spent_nusd == READ * len(prompt) + DRAWN * count + scored + trained
 
 
-def test_what_is_drawn_at_another_temperature_has_no_teacher() -> None:
-    """Though it is a turn that says so, not the loop: ref and q would be of two distributions."""
+def test_distilling_at_another_temperature_is_refused() -> None:
+    """Even if a single turn sets the temperature, not the loop: ref and q would be of two distributions."""
 
     async def solve(task: Any, chat: rl.Chat) -> float:
         chat.params = SamplingParams(temperature=0.5)
@@ -260,7 +260,7 @@ def test_what_is_drawn_at_another_temperature_has_no_teacher() -> None:
 @pytest.mark.parametrize("reads", ["advantages", "mask"])
 @pytest.mark.parametrize("reduce", ["tokens", "rollouts", "sum"])
 def test_distillation_is_divided_by_what_it_is_told(reduce: str, reads: str) -> None:
-    """A loss that reads `ref` has its mask divided, the others what the teacher has more."""
+    """A loss that reads `ref` has its mask divided, others the teacher's difference."""
     answers = ["8", "it is 9"]
     drawn = [ids(answer) for answer in answers]
     whole = {"tokens": sum(map(len, drawn)), "rollouts": 2, "sum": 1}[reduce]

@@ -1,4 +1,4 @@
-"""What a program sampled through a door, as a rollout."""
+"""What a program sampled through an OpenAI-compatible route, as a rollout."""
 
 from __future__ import annotations
 

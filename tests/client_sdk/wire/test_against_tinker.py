@@ -1,4 +1,4 @@
-"""Our bytes are Tinker's bytes: what its SDK writes we read, and what we write it reads."""
+"""Our bytes are Tinker's: we read what its SDK writes, and it reads what we write."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MESSAGES = [
 ]
 
 
-#: Fields of ours that Tinker does not have lie beyond this.
+#: Fields that Tinker does not have get numbers beyond this.
 FIRST_OWN_FIELD = 1000
 
 
@@ -71,7 +71,7 @@ def test_tinker_skips_our_own_fields() -> None:
 
 
 def tinker_request() -> tinker_types.ForwardBackwardRequest:
-    """Two data: one plain, one with two-dimensional targets that tinker sends as CSR."""
+    """Two data: one plain, one with two-dimensional targets that Tinker sends as CSR."""
     targets = torch.zeros(6, 8, dtype=torch.int64)
     targets[1, 3], targets[4, 0] = 7, 9
     weights = torch.zeros(6, 8)

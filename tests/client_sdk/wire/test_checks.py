@@ -1,4 +1,4 @@
-"""What the check of losses and their inputs says, and that it runs without torch."""
+"""The check of losses and their inputs: what it refuses, and that it runs without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RULES = BatchRules(WITH_CUSTOM, ModelLimits(vocab_size=100, context_length=64, n
 
 
 def said(loss_fn: str, config: dict[str, Any], data: list[dict[str, Any]], length: int = 2) -> list[str]:
-    """All problems of these data, of `length` tokens each, as the server says the first."""
+    """All problems of these data, of `length` tokens each; the server reports the first one."""
     made = [ArrayDatum(np.ones(length, np.int32), inputs) for inputs in data]
     return [refusal(found) for found in batch_problems(TrainBatch("r", 1, loss_fn, config, data=made), RULES)]
 
@@ -145,7 +145,7 @@ def test_a_request_may_be_as_large_as_its_limits(data: int, tokens: int, wrong: 
 
 @pytest.mark.parametrize("spoilt", [0, 700, 1999])
 def test_one_bad_datum_among_many(spoilt: int) -> None:
-    """Small arrays are looked at together, and the one that is wrong is found."""
+    """Small arrays are checked together, and the wrong one among them is still found."""
     data: list[dict[str, Any]] = [
         {"target_tokens": np.arange(50), "weights": np.ones(50, np.float32)} for _ in range(2000)
     ]

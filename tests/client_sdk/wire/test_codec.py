@@ -1,4 +1,4 @@
-"""The codec: what it reads and writes, and that whatever the bytes only `WireError` gets out."""
+"""The codec: what it reads and writes, and that it raises only `WireError`, whatever the bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def float32(*values: float) -> bytes:
 
 
 def test_the_oldest_protobuf_that_the_client_takes_loads_the_messages() -> None:
-    """Protobuf refuses messages that a newer protoc has written: `import weft` would fail."""
+    """Protobuf refuses messages that a newer protoc has generated: `import weft` would fail."""
     written = re.search(r"# Protobuf Python Version: ([\d.]+)", Path(pb.__file__).read_text())
     project = tomllib.loads((Path(__file__).parents[3] / "client_sdk/pyproject.toml").read_text())["project"]
     [needed] = [found for found in map(Requirement, project["dependencies"]) if found.name == "protobuf"]

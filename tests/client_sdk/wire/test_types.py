@@ -1,4 +1,4 @@
-"""Types: what users may hand over, and the JSON that results."""
+"""The wire types: what users may pass, and the JSON that is made of it."""
 
 from __future__ import annotations
 

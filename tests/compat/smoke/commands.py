@@ -13,7 +13,7 @@ from tinker.cli.__main__ import main_cli
 
 
 def command_line(tour: Tour, run_id: str, paths: dict[str, str | None], model: str) -> None:
-    """`paths` are checkpoints of the run, and are still there."""
+    """Run every subcommand. `paths` are checkpoints of the run, and still exist afterwards."""
     state = paths["state"] or ""
     _command(tour, "version")
     _command(tour, "model list", shows=model)
@@ -37,7 +37,7 @@ def command_line(tour: Tour, run_id: str, paths: dict[str, str | None], model: s
 
 
 def _writes(tour: Tour, name: str, arguments: Callable[[str], tuple[str, ...]]) -> None:
-    """A command that leaves something in a folder."""
+    """Run a command that writes something into a folder."""
     with tempfile.TemporaryDirectory() as folder:
         _command(tour, name, *arguments(folder))
         written = any(path.is_file() for path in Path(folder).rglob("*"))
@@ -46,11 +46,11 @@ def _writes(tour: Tour, name: str, arguments: Callable[[str], tuple[str, ...]]) 
 
 
 def _command(tour: Tour, name: str, *arguments: str, shows: str = "", local: bool = False) -> None:
-    """Run one command. `shows`: text of its output; `local`: it refuses a plain API key on its own."""
+    """Run one command. `shows`: text that it prints; `local`: the command itself refuses a plain API key."""
     call = f"tinker {name}"
     done = CliRunner().invoke(main_cli, ["-f", "json", *name.split(), *arguments], input="y\n")
     said = f"{done.output} {done.exception or ''}".strip()
-    # 0.18's "checkpoint delete" calls its own command `list` where it means Python's, and never reaches a server.
+    # 0.18's "checkpoint delete" calls its own command `list` instead of Python's, and never reaches a server.
     if "No such command" in said or "Got unexpected extra argument (tinker://" in said:
         tour.record(call, "absent")
     elif done.exit_code != 0 and not (local and "API key" in said):

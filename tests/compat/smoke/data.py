@@ -19,7 +19,7 @@ def supervised(count: int = 3) -> list[types.Datum]:
 
 
 def rewarded(logprobs: list[Any]) -> list[types.Datum]:
-    """RL data; `logprobs` are those of `supervised()` under the policy that is taken to have sampled it."""
+    """RL data; `logprobs` are those of `supervised()` under the policy that counts as their sampler."""
     return [
         datum(tokens(i), {"logprobs": [float(x) for x in lp], "advantages": [1.0 - 0.5 * i] * 11})
         for i, lp in enumerate(logprobs)

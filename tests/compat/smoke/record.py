@@ -1,4 +1,4 @@
-"""Calls, and what came of them."""
+"""Makes the calls of a tour and records their outcomes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CLASSES: dict[str, type] = {
 
 
 class Tour:
-    """Makes calls one after the other. One that fails does not stop the rest, unless they need what it makes."""
+    """Makes calls one after the other. A failed call does not stop the rest, except those that need its result."""
 
     def __init__(self) -> None:
-        #: By name of the call, as `Class.method` or `Class.method: in which way`.
+        #: Outcomes by the call's name: `Class.method` or `Class.method: variant`.
         self.results: dict[str, dict[str, Any]] = {}
 
     def call(self, name: str, make: Callable[[], Any], takes: Sequence[str] = ()) -> Any:
-        """The value of `make()`, or None. `takes`: parameters without which this version does not have the call."""
+        """The value of `make()`, or None. `takes`: parameters that a version needs to have the call at all."""
         method = name.partition(":")[0]
         if not self._there(method, takes):
             self.results[name] = {"result": "absent"}
@@ -55,7 +55,7 @@ class Tour:
 
 
 def refusal(make: Callable[[], Any]) -> str:
-    """What the call is refused with. It fails when it is not refused."""
+    """The error with which the server refuses the call. The call fails if it is not refused."""
     try:
         make()
     except Exception as error:
@@ -64,5 +64,5 @@ def refusal(make: Callable[[], Any]) -> str:
 
 
 def done(future: Any, timeout_s: float = 60) -> Any:
-    """The result of a future (older versions return some things at once). A call that hangs is one that fails."""
+    """The result of a future (older versions return some results at once). A call that hangs is a failed one."""
     return future.result(timeout_s) if hasattr(future, "result") else future

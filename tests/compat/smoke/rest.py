@@ -93,7 +93,7 @@ def _found(rest: Any) -> list[str]:
 
 
 def _whoami(rest: Any) -> None:
-    """Answered without the server: a plain API key says nothing of its owner, and the SDK says so."""
+    """Answered without the server: a plain API key says nothing of its owner, and the SDK reports that."""
     assert "API key" in refusal(lambda: done(rest.whoami()))
 
 

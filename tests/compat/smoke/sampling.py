@@ -1,4 +1,4 @@
-"""Sampling: from a run's weights, a path and the base model; everything a sample can carry."""
+"""Sampling from a run's weights, from a path and from the base model; with every option of a sample."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from smoke.record import Tour, done, refusal
 
 
 def first(tour: Tour, service: Any, model: str) -> Any:
-    """What is asked before anything is trained. Returns a RestClient."""
+    """All that can be asked before anything is trained. Returns a RestClient."""
     tour.call(
         "ServiceClient.get_server_capabilities",
         lambda: _has([m.model_name for m in service.get_server_capabilities().supported_models], model),
@@ -20,7 +20,7 @@ def first(tour: Tour, service: Any, model: str) -> Any:
 
 
 def refusals(tour: Tour, service: Any) -> None:
-    """What this server does not have is refused with the reason, not ignored."""
+    """Requests for what this server does not have are refused with the reason, not ignored."""
     tour.call("ServiceClient.create_lora_training_client: an unknown base model is refused", lambda: _unknown(service))
 
 
@@ -49,7 +49,7 @@ def close(tour: Tour, service: Any) -> None:
 
 
 def custom_loss(tour: Tour, service: Any, run: Any) -> None:
-    """A loss that is traced and handed over by its handle."""
+    """A loss that is traced, uploaded and then named by its handle."""
 
     def squares(logprobs: Any, weights: Any) -> Any:
         return (weights * logprobs**2).sum(), {}

@@ -11,7 +11,7 @@ from smoke.record import Tour, done, refusal
 
 
 def train(tour: Tour, service: tinker.ServiceClient, model: str) -> tinker.TrainingClient:
-    """A run that has been trained for some steps."""
+    """Train a run for some steps, and return it."""
     run = tour.call(
         "ServiceClient.create_lora_training_client",
         lambda: done(service.create_lora_training_client(model, rank=8, seed=3, user_metadata={"who": "smoke"})),
@@ -29,7 +29,7 @@ def train(tour: Tour, service: tinker.ServiceClient, model: str) -> tinker.Train
     gspo = "TrainingClient.forward_backward: gspo"
     if "gspo" in get_args(
         tinker.types.LossFnType
-    ):  # before, its client refuses the name, and waits for ever for itself
+    ):  # older clients refuse the name, and then wait for themselves for ever
         tour.call(gspo, lambda: _backward(run, _masked(logprobs), "gspo"))
     else:
         tour.record(gspo, "absent")
@@ -70,7 +70,7 @@ def _dimuon(service: Any, model: str) -> None:
 
 
 def forward(run: Any) -> list[np.ndarray]:
-    """Logprobs of a fixed batch: the fingerprint of a run's weights."""
+    """Logprobs of a fixed batch, as the fingerprint of a run's weights."""
     outputs = done(run.forward(supervised(), "cross_entropy")).loss_fn_outputs
     found = [np.asarray(o["logprobs"].to_numpy()) for o in outputs]
     assert [x.shape for x in found] == [(11,)] * 3, [x.shape for x in found]

@@ -50,7 +50,7 @@ def _load(tour: Tour, service: Any, run: Any, state: str | None, there: Any, goi
 
 
 def download(tour: Tour, rest: Any, service: Any, run: Any, paths: dict[str, str | None]) -> None:
-    """Get weights off the server, and copies of them on it."""
+    """Download weights from the server, and copy them on it."""
     sampler, state = paths["sampler"], paths["state"]
     run_id, name = run.model_id, "sampler_weights/w1"
     tour.call(
@@ -70,7 +70,7 @@ def download(tour: Tour, rest: Any, service: Any, run: Any, paths: dict[str, str
 
 
 def _go_on(run: Any) -> list[np.ndarray]:
-    """One more step, and where it leads: the optimizer's state counts."""
+    """One more step and the logprobs after it, which depend on the optimizer's state too."""
     done(run.forward_backward(supervised(), "cross_entropy"))
     done(run.optim_step(ADAM))
     return forward(run)

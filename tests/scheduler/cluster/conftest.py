@@ -1,4 +1,4 @@
-"""Both carriers of the fair queue, with a clock that tests turn."""
+"""Both carriers of the fair queue, with a clock that tests move."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Make = Callable[[Clock], FairQueue]
 
 @pytest.fixture(params=["local", "redis"])
 def make_queue(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes empty queues of one carrier."""
+    """Makes empty queues on one of the carriers."""
     if request.param == "local":
         yield LocalQueue
         return

@@ -1,5 +1,5 @@
-"""Two generators and 40 adapters, in virtual time, on both carriers: what it saves that samples go where their adapter
-is, and that nobody waits for it."""
+"""Two generators and 40 adapters, in virtual time, on both carriers: samples go where their adapter is, which saves
+reading adapters, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAPTERS, GROUPS, SLOTS, STEP_S = 40, 8, 32, 1 / 64
 
 @dataclass
 class Generator:
-    """Looks for work between two decode steps. `loads` counts the adapters that it had to read."""
+    """A generator that looks for work between two decode steps. `loads` counts the adapters that it had to read."""
 
     name: str
     free: int = SLOTS
@@ -27,8 +27,8 @@ class Generator:
 
 
 def played(queue: FairQueue, clock: Clock, requests: list[tuple[float, str]], *, affine: bool) -> tuple[int, float]:
-    """Adapters read, and the mean seconds that a request waited. Requests are (arrival, adapter), one slot for about a
-    second each."""
+    """The adapters that were read, and the mean seconds that a request waited. Requests are (arrival, adapter); each
+    takes one slot for about a second."""
     workers, chance, began = [Generator("a"), Generator("b")], random.Random(1), clock.now_s
     coming, waited, left = list(reversed(requests)), 0.0, len(requests)
     arrivals: dict[str, tuple[float, str]] = {}
@@ -56,7 +56,7 @@ def played(queue: FairQueue, clock: Clock, requests: list[tuple[float, str]], *,
 
 
 def of_loops(step_s: float) -> list[tuple[float, str]]:
-    """The requests of 40 runs: each step samples GROUPS requests of a new version, spread over half of `step_s`."""
+    """The requests of 40 runs: each step samples GROUPS requests from a new version, spread over half of `step_s`."""
     chance = random.Random(0)
     begins = {adapter: chance.uniform(0, step_s) for adapter in range(ADAPTERS)}
     return sorted(
@@ -77,7 +77,7 @@ def of_loops(step_s: float) -> list[tuple[float, str]]:
     indirect=["make_queue"],
 )
 def test_fewer_adapters_are_read_and_nobody_waits_longer_for_it(make_queue: Make, busy: float, most: float) -> None:
-    """At these shares of all slots, `most` of the reads that there are without affinity."""
+    """With these shares of all slots, at most the share `most` of the reads that there would be without affinity."""
     requests = of_loops(step_s=ADAPTERS * GROUPS * 1.0 / (2 * SLOTS * busy))
     found = {}
     for affine in (False, True):

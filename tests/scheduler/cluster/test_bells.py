@@ -1,4 +1,4 @@
-"""Which generators the queue in Redis wakes: one that can take what has come, then another one if there is more."""
+"""The queue in Redis wakes one generator that can take what has come, and then another one if there is more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scheduler.links.redis_clients import LONGEST_BLOCK_S
 from scheduler.links.redis_queue import RedisQueue
 from tests.scheduler.cluster.conftest import Clock
 
-#: A bell that has rung is heard at once; in this time one that has not is taken for silent.
+#: A bell that has rung is heard at once; one that has not been heard within this time counts as silent.
 SILENT_S = 0.1
 
 
@@ -75,7 +75,7 @@ def test_many_items_wake_one_and_who_cannot_take_all_wakes_another(generator: Ma
 
 
 def left_to_one_that_does_not_come(generator: Make) -> None:
-    """Item "b", to "holder", as soon as another one comes for it."""
+    """Item "b" is left to "holder", until another generator comes for it."""
     holder = generator("holder")
     holder.queue.push(item("a", adapter="x"))
     assert holder.lease(slots=40) == ["a"]

@@ -1,4 +1,4 @@
-"""What a replica tells of a sampler's requests: each once, whatever its stamps were."""
+"""A replica names each finished request of a sampler once, whatever its stamps were."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEY = FeedKey("o", "s", 0)
 
 
 def told(feeds: SharedFeeds, cursor: int = 0) -> list[str]:
-    """To a client that asks until there is nothing more."""
+    """What a client is told that asks until there is nothing more."""
     found = list[str]()
     while True:
         events, after = asyncio.run(feeds.after(KEY, cursor, 0))
@@ -32,7 +32,7 @@ def test_more_than_a_block_was_missed_and_the_next_comes_behind_it() -> None:
 
 
 def test_stamps_behind_the_cursor_hide_nothing() -> None:
-    """Redis is empty, the servers were started anew, and the clock was set back."""
+    """Redis is empty, the servers have been restarted, and the clock was set back."""
     ahead = 10**15
     feeds = SharedFeeds(lambda count: 1_000)
     feeds.follow(KEY, ahead)

@@ -1,4 +1,4 @@
-"""What every carrier of the fair queue promises, tried on both."""
+"""What every carrier of the fair queue promises, tested on both."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def drain(queue: FairQueue, worker: str = "w") -> list[str]:
 
 
 def answers(queue: FairQueue, consumer: str = "c") -> list[Answered]:
-    """The first call of a carrier may only make ready."""
+    """The queue's answer, asked for until it comes: a carrier's first call may only make ready."""
     return queue.answered(consumer, 0.01) or queue.answered(consumer, 0.5)
 
 
@@ -208,7 +208,7 @@ def test_what_waits_for_a_worker_that_leaves_is_told_as_declined_until_it_is_for
     assert queue.expire().declined == []
     clock.now_s += 11
     assert queue.expire().declined == queue.expire().declined == [("a", ["too hard"])]
-    clock.now_s += 60  # nobody is left: it waits for whoever comes
+    clock.now_s += 60  # nobody is left: it waits for the next worker
     assert queue.expire().declined == []
     queue.lease("one again", ["m"], 0, 60)
     queue.forget("a")
@@ -342,7 +342,7 @@ def test_what_is_left_to_a_worker_can_be_removed_and_forgotten(warm: FairQueue) 
 
 
 def test_fair_order_is_the_same_whoever_holds_what(warm: FairQueue) -> None:
-    """What is left to another counts as served, so the others of its flow wait for their turn."""
+    """What is left to another worker counts as served, so other items of its flow wait for their turn."""
     for number in range(4):
         warm.push(replace(item(f"x{number}", "acme"), adapter="x"))
         warm.push(replace(item(f"y{number}", "other"), adapter="y"))
@@ -352,7 +352,7 @@ def test_fair_order_is_the_same_whoever_holds_what(warm: FairQueue) -> None:
 
 
 def test_when_the_clock_of_redis_is_set_back_the_dead_keep_nothing_and_the_living_all(redis_url: str) -> None:
-    """Neither what they hold nor what is left to them, until the clock is where it was."""
+    """Neither what they hold nor what is left to them, until the clock is back where it was."""
     clock = Clock(100_000.0)
     with closing(RedisQueue(redis_url, uuid.uuid4().hex, clock)) as queue:
         for one in needing("x", "dead") + needing("y", "alive"):

@@ -1,4 +1,4 @@
-"""Who leads, and that one who was superseded can change nothing."""
+"""One replica leads, and one that was superseded can change nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lead(database: Database, token: str, after_s: float = 0.0) -> bool:
     return database.write_now(lambda session: take(session, token, NOW + timedelta(seconds=after_s)))
 
 
-def test_one_leads_until_its_lease_is_over(any_database: Database) -> None:
+def test_a_replica_leads_until_its_lease_is_over(any_database: Database) -> None:
     assert lead(any_database, "a")
     assert not lead(any_database, "b", 4)
     assert lead(any_database, "a", 4)
@@ -33,7 +33,7 @@ def test_one_leads_until_its_lease_is_over(any_database: Database) -> None:
 
 
 def test_of_all_that_start_at_once_one_leads(postgres_database: Database) -> None:
-    """On a new database all found no lease, and all but one failed of theirs."""
+    """On a new database all of them found no lease, and all but one failed to insert theirs."""
     together = Barrier(4)
 
     def stand(token: str) -> bool:
@@ -47,7 +47,7 @@ def test_of_all_that_start_at_once_one_leads(postgres_database: Database) -> Non
 
 
 def test_a_lease_from_a_clock_that_was_ahead_holds_up_nobody(any_database: Database) -> None:
-    """Nobody would lead for years; a small step back takes it from nobody."""
+    """Otherwise nobody would lead for years. A small step back of the clock takes the lease from nobody."""
     assert lead(any_database, "a", 4)
     assert not lead(any_database, "b", 0)
     assert lead(any_database, "a", 10 * 365 * 86_400)

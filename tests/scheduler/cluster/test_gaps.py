@@ -1,4 +1,4 @@
-"""A number that never comes is spent for all replicas, and for the next leader."""
+"""A number that never comes is given up for all replicas, and for the next leader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers' links over a real Redis: messages, signs of life, and answers that come too late."""
+"""The links of workers over a real Redis: messages, signs of life, and answers that come too late."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from tests.servers import OwnRedis, redis_server
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """These tests empty it."""
+    """A database of the Redis that these tests may empty."""
     with redis_server() as own:
         yield own
 
@@ -166,7 +166,7 @@ def test_a_generator_that_waits_gets_what_needs_its_adapter_and_nobody_waits_for
     queue, holder, other = RedisQueue(url), SampleLink(url, blobs), SampleLink(url, blobs)
     push(queue, "first", "x")
     for link in (holder, other):
-        link.send(PullSamples(["m"], 16))  # two of them busy leave the holder within the other's HEAD_START
+        link.send(PullSamples(["m"], 16))  # with two of them busy the holder stays within the other's HEAD_START
         link.recv(0.05)
     assert queue.holder("first") == holder.name
     time.sleep(LOOK_EVERY_S)  # so that the other looks
@@ -175,13 +175,13 @@ def test_a_generator_that_waits_gets_what_needs_its_adapter_and_nobody_waits_for
     waits.start()
     began = time.monotonic()
     push(queue, "a", "x")
-    if other.recv(0) is not None:  # on a machine so busy that it was anybody's by then
+    if other.recv(0) is not None:  # on so busy a machine that it was anybody's by then
         assert time.monotonic() - began > LEFT_S
         other.send(Done("a", b"result"))
         push(queue, "a2", "x")
     waits.join()
     assert came in (["a"], ["a2"])
-    push(queue, "b", "x")  # and now the holder is busy with something
+    push(queue, "b", "x")  # and now the holder is busy, too
     work = other.recv(30)
     assert isinstance(work, SampleWork)
     assert [op.op_id for op in work.ops] == ["b"]
@@ -236,7 +236,7 @@ def test_a_running_sample_is_cancelled(url: str, sample_link: SampleLink) -> Non
 def with_trainer(
     url: str, blobs: FolderBlobs, scenario: Callable[[TrainerLink, LeaderLink], Awaitable[None]], of_leader: str = ""
 ) -> None:
-    """Run `scenario` between a trainer that has joined and its leader, who may have a URL of its own."""
+    """Run `scenario` between a trainer that has joined and its leader, which may have a URL of its own."""
 
     async def run() -> None:
         joining = Joining(url, uuid.uuid4().hex)
@@ -293,7 +293,7 @@ def test_a_trainer_that_is_given_up_hears_of_it_and_what_it_sent_is_read(url: st
     with_trainer(url, blobs, scenario)
 
 
-#: Joins, with a lease that outlasts any test, says that it did, and works on.
+#: A trainer that joins with a lease longer than any test, says so, and works on.
 TRAINER = """
 import sys, time
 from pathlib import Path
@@ -357,7 +357,7 @@ def test_a_trainer_that_loses_its_connections_goes_on(
 def test_a_trainer_whose_sign_of_life_has_ended_gives_up_though_it_cannot_ask(
     blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that is told to stop while Redis is away would wait for it, to say that it leaves. It says so once."""
+    """Told to stop while Redis is away, it would wait in order to say goodbye. It says why only once."""
     monkeypatch.setattr(train_link, "LEASE_S", 1.0)
     gone = OwnRedis()
     joining = Joining(gone.url, "leader")
@@ -380,7 +380,7 @@ def says_away(caplog: pytest.LogCaptureFixture) -> int:
 def test_a_trainer_that_looks_for_a_leader_waits_for_a_redis_that_is_away(
     blobs: FolderBlobs, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that ended would read its models again. It says once what it waits for."""
+    """A trainer that ended instead would have to read its models again. It says once what it waits for."""
     away = OwnRedis()
     away.stop()
     with ThreadPoolExecutor(1) as pool:
@@ -428,7 +428,7 @@ def test_whatever_reply_is_lost_each_message_arrives_once_and_in_order(
 def test_workers_of_another_version_get_nothing_and_say_so(
     url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They would leave out what a message has come to say: not to take a step, say."""
+    """They would not know all fields of a message, such as one not to take a step."""
     joining, newer = Joining(url, "token"), RedisQueue(url)
     joining.lead(60)
     push(newer, "s")
@@ -504,7 +504,7 @@ def test_calls_that_travel_together_do_what_each_does_alone(url: str) -> None:
     assert queue.known([item.id for item in items]) == {item.id for item in items}
     leases = queue.lease("w", ["m"], many, 60)
     assert [(lease.id, lease.body) for lease in leases] == [(item.id, item.body) for item in items]
-    late = leases[0].epoch - 1  # of an earlier life: it changes nothing
+    late = leases[0].epoch - 1  # from an earlier life: it changes nothing
     queue.answer_all((lease.id, late if place == 0 else lease.epoch, b"\xfe") for place, lease in enumerate(leases))
     answers = queue.answered("settler", 5)
     answers += queue.answered("settler", 5)
@@ -516,14 +516,14 @@ def test_calls_that_travel_together_do_what_each_does_alone(url: str) -> None:
     queue.push_all([])
     there = redis.Redis.from_url(url)
     before = {key: there.dump(key) for key in there.scan_iter()}
-    queue.settle(settled)  # whose reply was lost: it is told again
+    queue.settle(settled)  # whose reply was lost: it is sent again
     assert {key: there.dump(key) for key in there.scan_iter()} == before
     there.close()
     queue.close()
 
 
 def untold(client: redis.Redis, key: str) -> int:
-    """Messages that were sent there and not taken away."""
+    """Messages that were sent there and not taken yet."""
     return sum(len(fields) for _, fields in client.xrange(key))  # type: ignore[union-attr]
 
 
@@ -555,7 +555,7 @@ def test_what_is_done_in_little_time_travels_together(
         for message in done[:3]:
             trainer.send(message)
         assert untold(waiting, key) == 1  # the first
-        assert await asyncio.to_thread(trainer.recv, 0.01) is None  # whoever waits has told all
+        assert await asyncio.to_thread(trainer.recv, 0.01) is None  # a trainer that waits has told all
         assert untold(waiting, key) == 3
         trainer.send(done[3])
         trainer.close()
@@ -626,7 +626,7 @@ def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_somethin
 
 @pytest.mark.parametrize("full", ["memory", "disk"])
 def test_a_redis_that_is_full_is_away_until_there_is_room(tmp_path: Path, full: str) -> None:
-    """Workers would die of it, tasks of servers end, and requests fail that have a limit."""
+    """Otherwise workers would die of it, tasks of servers would end, and rate-limited requests would fail."""
     folder = tmp_path / "redis"
     folder.mkdir()
     with redis_server("--save", "3600 1", "--dir", str(folder)) as own:

@@ -1,5 +1,5 @@
-"""The random scripts of test_properties would notice if the queue in Redis were wrong: each of these faults, put into
-its Lua, makes it say something else than the queue in one process."""
+"""The random scripts of test_properties would notice a wrong queue in Redis: each of these faults, put into its Lua,
+makes it answer differently from the queue in one process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAULTS = {
     "what is removed stays": ('  withdraw(id)\n  redis.call("DEL", item, key("d", id))\n  return 1', "  return 1"),
 }  # fmt: skip
 
-#: Noticed where workers have room.
+#: Noticed if workers have room.
 WITH_ROOM = {
     "a worker gets again what it declined": ("worker) == 0 then found", "worker) >= 0 then found"),
     "left to others for ever": ("or number(till) < number(now)", ""),
@@ -60,7 +60,7 @@ def mutant(redis_url: str) -> Iterator[RedisQueue]:
 
 
 def differing(mutant: RedisQueue, source: str, scripts: SearchStrategy, most: int = 100) -> None:  # type: ignore[type-arg]
-    """Find one of so many of these scripts that `source` answers otherwise. Raises NoSuchExample."""
+    """Find one among so many scripts that `source` answers differently. Raises NoSuchExample."""
     mutant._script = Library(mutant._redis, source)
 
     def differs(script: list) -> bool:  # type: ignore[type-arg]
@@ -68,7 +68,7 @@ def differing(mutant: RedisQueue, source: str, scripts: SearchStrategy, most: in
         mutant._prefix, mutant._clock = f"{{weft:{uuid.uuid4().hex}}}:", there
         try:
             return played(LocalQueue(here), here, script) != played(mutant, there, script)
-        except Exception:  # a fault may leave the queue in no state at all
+        except Exception:  # a fault may leave the queue in an impossible state
             return True
 
     quick = settings(max_examples=most, database=None, derandomize=True, phases=[Phase.generate], deadline=None)

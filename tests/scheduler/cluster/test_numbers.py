@@ -1,4 +1,4 @@
-"""What a replica reads for the operations that it accepts, and for those who wait for them."""
+"""What a replica reads from the database for the operations that it accepts, and for clients who wait for them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_step_is_looked_up_once(
         async with trainer(url, blobs):
             looked.clear()
             event.listen(postgres_database._read_engine, "before_cursor_execute", note)
-            with acting_as(Caller("rival", "key:9")):  # who asks first is not who the others ask for
+            with acting_as(Caller("rival", "key:9")):  # the first to ask is not who the others ask for
                 assert not await one.journal.taken(RUN, 1)
             request_id = await one.journal.accept(train(1))
             event.remove(postgres_database._read_engine, "before_cursor_execute", note)
@@ -184,7 +184,7 @@ def test_an_operation_of_a_run_whose_session_has_ended_is_refused(
         await one.journal.accept(create(), run_row())
         assert not await one.journal.taken(RUN, 1)
         postgres_database.write_now(lambda session: setattr(session.get_one(tables.Session, "s"), "state", "ended"))
-        assert not await one.journal.taken(RUN, 1)  # asked anew with each request
+        assert not await one.journal.taken(RUN, 1)  # looked up anew for each request
         for _ in range(2):  # the second looks for itself
             with pytest.raises(RunClosed):
                 await one.journal.accept(train(1))

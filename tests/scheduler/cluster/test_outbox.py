@@ -1,4 +1,4 @@
-"""Many things, one call."""
+"""Many messages are sent in one call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_comes_at_once_is_told_in_one_call_and_what_comes_meanwhile_in_the_
 
 
 def test_what_is_told_together_is_told_for_nobody_in_particular() -> None:
-    """Else the one who came first would be the one whose rows the database shows for all."""
+    """Otherwise the database would show all of them the rows of whoever came first."""
 
     async def main() -> list[Caller]:
         callers: list[Caller] = []
@@ -77,7 +77,7 @@ def test_nobody_waits_for_what_comes_after_and_what_fails_holds_nothing_up() -> 
 
         async def tell(some: list[int]) -> None:
             calls.append(some)
-            if len(calls) < 5:  # something comes in each call
+            if len(calls) < 5:  # something comes during each call
                 more.append(asyncio.create_task(out.put(len(calls))))
             await asyncio.sleep(0)
             if len(calls) == 3:

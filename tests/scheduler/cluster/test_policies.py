@@ -1,4 +1,4 @@
-"""Policies that move while samples wait and run, from the leader to a real engine, over a real Redis."""
+"""A run's policy moves while its samples wait and run: from the leader to a real engine, over a real Redis."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """These tests empty it."""
+    """A database of the Redis that these tests may empty."""
     with redis_server() as own:
         yield own
 
@@ -59,7 +59,7 @@ def board(url: str) -> Iterator[PolicyBoard]:
 
 @pytest.fixture
 def weights(decoder: Decoder, blobs: FolderBlobs) -> list[str]:
-    """A run's, at steps 1 and 2."""
+    """The weights of a run at steps 1 and 2."""
     refs = ["weights/1", "weights/2"]
     for step, ref in enumerate(refs, 1):
         adapter = Adapter.init(AdapterShape(decoder.config, 4), seed=step, scale=2.0)
@@ -70,7 +70,7 @@ def weights(decoder: Decoder, blobs: FolderBlobs) -> list[str]:
 
 
 class OnTheWay(SampleLink):
-    """A generator's link; after some steps of its engine `meanwhile` happens, and is heard of before it goes on."""
+    """A generator's link; after some steps of its engine `meanwhile` is called, whose news come before it goes on."""
 
     def __init__(self, url: str, blobs: FolderBlobs, samples: int) -> None:
         super().__init__(url, blobs)
@@ -125,7 +125,7 @@ def test_running_samples_follow_their_run_or_end(
     link.all_done = generator.drain
 
     def move() -> None:
-        if deaf:  # what is published does not arrive; then the listener notices that it was cut off
+        if deaf:  # the news does not arrive; then the listener notices that it was cut off
             board._redis.hset("{weft:policies}", "run", b"5 " + msgspec.msgpack.encode(moved))
             link._missed.set()
         else:
@@ -150,10 +150,10 @@ def test_running_samples_follow_their_run_or_end(
     assert found["strict"].stale
     ((version, length),) = versions["strict"]
     assert version == 1
-    assert length <= before  # it ends at once; the other is on older weights until the new ones have been read
+    assert length <= before  # it ends at once; the other uses older weights until the new ones have been read
 
 
-def test_nobody_goes_back_to_an_earlier_policy(board: PolicyBoard) -> None:
+def test_no_sample_goes_back_to_an_earlier_policy(board: PolicyBoard) -> None:
     late, newer = PolicyMoved("run", 7, "weights/7", 20), PolicyMoved("run", 8, "weights/7", 21)
     after_a_load = PolicyMoved("run", 2, "weights/7", 30)
     for moved in (newer, late):

@@ -1,4 +1,4 @@
-"""Random workloads: both carriers serve in the same order, keep the fairness bound, and lose or double nothing."""
+"""Under random workloads both carriers serve in the same order, keep the fairness bound, and lose or double nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ paths = st.tuples(
 )
 adapters = st.sampled_from(["", "a1", "a2"])
 pushes = st.tuples(st.just("push"), paths, st.integers(1, 50), st.integers(1, 5), st.integers(1, 3), adapters)
-#: Few adapters and much room, so that workers hold what others ask for.
+#: Few adapters and much room, so that workers often hold the adapter that others ask for.
 _push_alike = st.tuples(
     st.just("push"), paths, st.just(10), st.just(1), st.integers(1, 2), st.sampled_from(["a1", "a2", "a3"])
 )
@@ -74,7 +74,7 @@ calls = st.lists(
 
 @pytest.fixture
 def make_redis(redis_url: str) -> Iterator[Callable[[Clock], RedisQueue]]:
-    """Empty queues on one Redis, over the same connections."""
+    """Makes empty queues on one Redis, over the same connections."""
     shared = RedisQueue(redis_url)
 
     def make(clock: Clock) -> RedisQueue:
@@ -86,7 +86,7 @@ def make_redis(redis_url: str) -> Iterator[Callable[[Clock], RedisQueue]]:
 
 
 def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:  # type: ignore[type-arg]
-    """What the queue answers to a script of calls."""
+    """The queue's answers to a script of calls."""
     told: list[object] = []
     leases: list[tuple[str, int]] = []
     for number, (name, *arguments) in enumerate(script):
@@ -124,7 +124,7 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
     return told
 
 
-#: A correction that leaves the clock where it is moves nobody else.
+#: A correction that leaves the clock where it is, and so moves no other flow.
 _corrected_twice = [
     ("push", ("m2", "y", "interactive", "1"), 42, 5, 2, ""),
     ("push", ("m2", "y", "batch", "1"), 1, 4, 3, ""),
@@ -217,7 +217,7 @@ def test_nothing_is_lost_or_doubled_when_workers_die_and_come_back(
     for worker, event in deaths:
         if event == "work":
             held[worker] += [(lease.id, lease.epoch) for lease in queue.lease(worker, ["m"], 2, 10)]
-        elif event == "die":  # silent for long; what it had it may still send later
+        elif event == "die":  # it was silent for long, but may still send answers to what it had
             late += held[worker]
             held[worker] = []
             for other in "ABC":
@@ -246,7 +246,7 @@ def test_nothing_is_lost_or_doubled_when_workers_die_and_come_back(
 
 
 def test_flows_that_come_and_go_leave_nothing_for_ever(make_redis: Callable[[Clock], RedisQueue]) -> None:
-    """What a flow owes is kept for a while after its last item; in the end only the root's clock is left."""
+    """A flow's debt is kept for a while after its last item; in the end only the root's clock is left."""
     here, there = LocalQueue(Clock()), make_redis(Clock())
     for queue in (here, there):
         for number in range(300):

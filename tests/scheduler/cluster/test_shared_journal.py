@@ -1,4 +1,4 @@
-"""Two replicas on one PostgreSQL and one Redis, in one process; workers are played by the test."""
+"""Two replicas in one process, on one PostgreSQL and one Redis; the tests play the workers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ NOW_LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """These tests empty it."""
+    """A database of the Redis that these tests may empty."""
     with redis_server() as own:
         yield own
 
@@ -148,7 +148,7 @@ Play = Callable[[Callable[[Replica, Replica], Awaitable[None]]], None]
 
 @pytest.fixture
 def play(postgres_database: Database, blobs: FolderBlobs, url: str, monkeypatch: pytest.MonkeyPatch) -> Play:
-    """Runs a scenario between two replicas, of which none leads yet."""
+    """Run a scenario between two replicas, of which neither leads yet."""
     redis.Redis.from_url(url).flushall()
     organisation(SimpleNamespace(database=postgres_database))  # type: ignore[arg-type]
     monkeypatch.setattr(term, "RESCAN_S", 0.2)
@@ -158,7 +158,7 @@ def play(postgres_database: Database, blobs: FolderBlobs, url: str, monkeypatch:
     monkeypatch.setattr(shared_journal, "EXCHANGE_S", 0.1)
 
     def end(replicas: list[Replica]) -> None:
-        """Nobody waits in Redis any more for what does not come: each would for a second."""
+        """Stop everybody who waits in Redis for what will not come: each would wait for a second."""
         with redis.Redis.from_url(url) as client:
             for kind in ("normal", "pubsub"):
                 client.client_kill_filter(_type=kind, skipme=True)
@@ -197,7 +197,7 @@ RECORDED = encode_sample_response([SequenceResult(np.array([7], np.int32), np.ar
 
 @asynccontextmanager
 async def generator(url: str, blobs: FolderBlobs, payloads: Iterable[bytes] = ()) -> AsyncIterator[list[str]]:
-    """Answers every sample, the first with `payloads`; the ids of those it got."""
+    """Answers every sample, the first ones with `payloads`; returns the ids of those it got."""
     answers = chain(payloads, repeat(b"tokens"))
     got: list[str] = []
     link = await asyncio.to_thread(SampleLink, url, blobs)
@@ -225,7 +225,8 @@ async def generator(url: str, blobs: FolderBlobs, payloads: Iterable[bytes] = ()
 
 @asynccontextmanager
 async def trainer(url: str, blobs: FolderBlobs) -> AsyncIterator[list[tuple[int, bool]]]:
-    """Answers every pass; (seq, replay) of all operations it was given, (-1, False) when its leader was gone."""
+    """Answers every pass; returns (seq, replay) of all operations it was given, (-1, False) once its leader was
+    gone."""
     given: list[tuple[int, bool]] = []
     over = False
 
@@ -291,8 +292,8 @@ def test_one_operation_sent_to_both_replicas_at_once_is_one(
 def test_a_repeat_is_the_operation_that_is_there_and_not_one_that_comes_too_late(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two that arrive here while another replica accepts the same, one is inserted in vain. The other waited for it,
-    and failed with it."""
+    """Two arrive here while another replica accepts the same operation, so one is inserted in vain. The other waited
+    for that one, and failed with it."""
 
     async def scenario(one: Replica, two: Replica) -> None:
         first = await two.journal.accept(sample(0))
@@ -358,7 +359,7 @@ def test_what_any_replica_accepts_is_trained_in_order_by_the_one_that_leads(
 def test_the_leader_takes_what_it_hears_once_and_looks_up_what_it_does_not_know(
     play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The carrier may say late, or again, what has ended long ago."""
+    """The carrier may report late, or again, what has ended long ago."""
     looked, heard = list[str](), list[Accepted]()
     rows, accepted = Term._rows, Broadcasts.accepted
 
@@ -372,7 +373,7 @@ def test_the_leader_takes_what_it_hears_once_and_looks_up_what_it_does_not_know(
 
     monkeypatch.setattr(Term, "_rows", look)
     monkeypatch.setattr(Broadcasts, "accepted", tell)
-    monkeypatch.setattr(term, "RESCAN_S", 60)  # after the first, when there is nothing
+    monkeypatch.setattr(term, "RESCAN_S", 60)  # after the first look, which found nothing
 
     async def scenario(one: Replica, two: Replica) -> None:
         await one.lead()
@@ -448,8 +449,7 @@ def test_a_result_that_is_lost_or_damaged_on_its_way_is_sampled_again(
 def test_a_result_that_cannot_be_stored_holds_up_none_that_lies_in_its_row(
     play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, large: bytes
 ) -> None:
-    """The store is away, for large results, and for what is recorded; where they were handed over, they are taken from
-    there."""
+    """The store for large results and recordings is away; where they were handed over, they can be read."""
     put, tried, there = blobs.put, list[str](), threading.Event()
 
     def away(ref: str, data: bytes) -> None:
@@ -459,7 +459,7 @@ def test_a_result_that_cannot_be_stored_holds_up_none_that_lies_in_its_row(
         put(ref, data)
 
     monkeypatch.setattr(blobs, "put", away)
-    monkeypatch.setattr(redis_queue, "TAKEN_S", 0.2)  # both replicas take it again and again
+    monkeypatch.setattr(redis_queue, "TAKEN_S", 0.2)  # both replicas try again and again
 
     async def scenario(one: Replica, two: Replica) -> None:
         ids = [await one.journal.accept(sample(seq)) for seq in range(6)]
@@ -478,7 +478,7 @@ def test_a_result_that_cannot_be_stored_holds_up_none_that_lies_in_its_row(
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the database is asked in an event loop: while it is frozen, that does nothing else, for any tenant."""
+    """Where an event loop asks the database: if that is frozen, the loop does nothing else, for any tenant."""
     found = list[str]()
 
     def noted(ask: Callable[[Database], Any]) -> Callable[[Database], Any]:
@@ -643,7 +643,7 @@ def test_a_replica_that_could_not_begin_to_lead_does_not_lead(play: Play, monkey
 
 
 def test_who_leads_knows_what_another_replica_told_of_a_failure_and_so_does_the_next(play: Play) -> None:
-    """What it sends afterwards says so; before, it shows nothing."""
+    """Whatever its client sends afterwards shows that the client knew; what it sent before shows nothing."""
 
     def knows(replica: Replica) -> int:
         term = replica.leadership.term
@@ -708,7 +708,7 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
     play(scenario)
 
 
-def test_a_leader_of_before_waits_for_nothing_any_more(play: Play) -> None:
+def test_a_superseded_leader_waits_for_nothing_any_more(play: Play) -> None:
     def waits() -> bool:
         return any("Gaps" in str(task.get_coro()) for task in asyncio.all_tasks())
 
@@ -1008,7 +1008,7 @@ def test_what_a_silent_replica_said_is_forgotten(url: str, monkeypatch: pytest.M
     board.close()
 
 
-def test_lost_news_only_delay(play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_messages_only_delay(play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_journal, "LOOK_AGAIN_S", 0.3)
 
     async def scenario(one: Replica, two: Replica) -> None:

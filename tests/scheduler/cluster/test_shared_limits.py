@@ -1,4 +1,4 @@
-"""What is in flight, as the database tells it to every replica."""
+"""The counts of what is in flight, as the database tells them to every replica."""
 
 from __future__ import annotations
 

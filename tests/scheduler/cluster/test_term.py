@@ -1,4 +1,4 @@
-"""How a time of leading ends, and what a leader of before can still do. Two replicas, as in `test_shared_journal`."""
+"""How a term as leader ends, and what a superseded leader can still do. Replicas as in `test_shared_journal`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 class Away:
-    """A database that takes nothing while it is `away`."""
+    """A database that accepts nothing while it is `away`."""
 
     def __init__(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
         self.away, self.refused = False, 0
@@ -90,7 +90,7 @@ class Ahead(datetime):
 
 
 @pytest.mark.parametrize("killed", [True, False])
-def test_who_leads_does_not_hang_on_the_clock_of_a_replica(
+def test_who_leads_does_not_depend_on_a_replicas_clock(
     play: Play,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     killed: bool,
@@ -109,13 +109,13 @@ def test_who_leads_does_not_hang_on_the_clock_of_a_replica(
     play(scenario)
 
 
-def test_a_leader_of_before_deletes_nothing_of_a_run_that_it_believes_to_be_over(
+def test_a_superseded_leader_deletes_nothing_of_a_run_that_it_believes_to_be_over(
     play: Play,  # noqa: F811
     url: str,  # noqa: F811
     blobs: FolderBlobs,
     postgres_database: Database,
 ) -> None:
-    """Its session has ended, and the one before has not heard what was accepted until then."""
+    """Its session has ended, and the superseded leader has not heard of what was accepted until then."""
 
     def usurp(session: Any) -> None:
         session.get_one(tables.JobLease, tables.LEADS).until = LONG_AGO
@@ -140,7 +140,7 @@ def test_a_leader_of_before_deletes_nothing_of_a_run_that_it_believes_to_be_over
         assert blobs.listed("ops/*/*") == needed
         async with trainer(url, blobs) as given:
             assert (await two.result(last)).payload == b"result"
-        given = [each for each in given if each[0] >= 0]  # it may have begun with the leader of before
+        given = [each for each in given if each[0] >= 0]  # it may have begun under the previous leader
         assert given[:3] == [(0, True), (1, True), (2, False)]
         await until(lambda: RUN not in two.leadership.term.journal.training.runs)  # type: ignore[union-attr]
         await until(lambda: not blobs.listed("ops/*/*"))
@@ -154,7 +154,7 @@ def test_what_redis_lost_behind_many_samples_that_wait_for_long_is_queued_again(
     blobs: FolderBlobs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For a model that no generator has; of older ones there are more than one look takes."""
+    """They wait for a model that no generator has; there are more older ones than one look takes."""
     monkeypatch.setattr(term, "RESCAN_ROWS", 3)
 
     async def scenario(one: Replica, two: Replica) -> None:
@@ -177,7 +177,7 @@ def test_a_run_that_ended_while_a_look_at_it_was_under_way_is_not_taken_up_again
     blobs: FolderBlobs,
     postgres_database: Database,
 ) -> None:
-    """It would be made once more, and held until the leader ends."""
+    """It would be created once more, and kept until the leader ends."""
 
     def finish(session: Any) -> None:
         session.get_one(tables.Session, "s").state = "finished"

@@ -1,4 +1,4 @@
-"""Several trainers at one desk: where runs go, how they move, and what the death of one means for the others."""
+"""Several trainers at one desk: where runs go, how they move, and what a trainer's death means for the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Trainer(Link):
     def __init__(self) -> None:
         super().__init__()
         self.runs: set[str] = set()
-        self.keeps: set[str] = set()  # those that it cannot save
+        self.keeps: set[str] = set()  # runs that it cannot save
         self.passes: list[Pass] = []
 
     def pull(self) -> None:
@@ -63,7 +63,7 @@ class Trainer(Link):
         self.say(PassOver(pass_.pass_id, 10, 1, 0.01))
 
     async def work(self) -> None:
-        """For ever: whatever comes."""
+        """Answer whatever comes, for ever."""
         while True:
             self.pull()
             self.answer(await self.next())
@@ -74,7 +74,7 @@ class Trainer(Link):
 
 
 class Hall(Service):
-    """A service whose desk has a clock of the test's."""
+    """A service whose desk has a clock that the test moves."""
 
     def __init__(self, folder: Path) -> None:  # noqa: F811
         super().__init__(folder)
@@ -84,7 +84,7 @@ class Hall(Service):
 
     @asynccontextmanager
     async def attach(self, *, works: bool = False) -> AsyncIterator[Trainer]:
-        """Leaving the context is its death."""
+        """Attach a trainer; leaving the context is its death."""
         trainer = Trainer()
         serving = asyncio.create_task(self.trainer.serve(trainer))
         working = asyncio.create_task(trainer.work()) if works else None
@@ -132,7 +132,7 @@ def test_runs_are_shared_out_and_stay_and_passes_are_in_flight_at_once(folder: P
             assert not one.runs & two.runs
             await hall.journal.flush()
             report = hall.trainer.report()
-            assert [part["runs"] for part in report["replicas"].values()] == [2]  # of one name
+            assert [part["runs"] for part in report["replicas"].values()] == [2]  # both of one name
             for trainer in (one, two):
                 trainer.pull()
             for run in RUNS:
@@ -219,7 +219,7 @@ def test_one_that_leaves_is_not_suspected_and_gets_nothing_more(folder: Path, ho
                 assert one._sent.empty()
             else:
                 op = await hall.journal.accept(of(RUNS[0], 1))
-                await one.next()  # a pass that it may not see any more
+                await one.next()  # a pass that it may no longer see
                 hall.trainer.drain()
                 if how == "it says so":
                     one.say(Leaving())
@@ -258,7 +258,7 @@ def test_of_runs_without_a_trainer_one_that_has_work_waits_for_none_that_has_not
                 lost = sorted(two.runs)
                 await living.enter_async_context(hall.attach(works=True))
             assert len(lost) == 2
-            for run in lost:  # of which the other has nothing to do, and is on no trainer
+            for run in lost:  # the other has nothing to do, and is on no trainer
                 await hall.trained(2, [run])
 
     go(scenario())
@@ -307,7 +307,7 @@ def test_a_large_operation_has_more_time_in_proportion(folder: Path) -> None:  #
 
 
 def test_a_run_that_is_to_move_moves_though_there_is_no_other_trainer_any_more(folder: Path) -> None:  # noqa: F811
-    """The one that has it forgets it with its next pass: nothing of the run may be in that."""
+    """The trainer that has it forgets it with its next pass, so nothing of the run may be in that pass."""
 
     async def scenario() -> None:
         hall = Hall(folder)
@@ -351,7 +351,7 @@ def test_a_run_that_cannot_be_saved_stays_and_all_survive_both_their_trainers(fo
                 for seq in range(10, 14):
                     await hall.trained(seq)
                     hall.now += LOOK_S
-                assert two.runs == set(RUNS) - one.keeps  # where one stays, another goes
+                assert two.runs == set(RUNS) - one.keeps  # if one stays, another goes
                 assert hall.trainer.report()["moves"] == 2
         async with hall.attach(works=True) as three:
             await hall.trained(14)

@@ -1,4 +1,4 @@
-"""A trainer that takes too long: whose doing it was, who is left alone, and what a server that starts again knows."""
+"""A trainer takes too long: what was to blame, who is left alone, and what a restarted server still knows."""
 
 from __future__ import annotations
 

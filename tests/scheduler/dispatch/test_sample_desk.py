@@ -1,4 +1,4 @@
-"""Several generators at one desk: no slot is idle while anyone who fits it waits; one that dies loses no request."""
+"""Several generators at one desk: no slot is idle while a fitting sample waits; a death loses no request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOW = datetime.now(UTC)
 
 
 class Room:
-    """A queue, and workers with these free slots and models; what is handed out to whom."""
+    """A queue, and workers with these free slots and models; notes what is handed out to whom."""
 
     def __init__(self, *offers: tuple[int, str]) -> None:
         self.queue = LocalQueue()
@@ -61,7 +61,7 @@ class Room:
         return self.serve()[name]
 
 
-# -- who gets it
+# -- which worker gets a sample
 
 
 def test_the_emptier_one_gets_it() -> None:
@@ -96,8 +96,8 @@ def test_prompts_of_one_organisation_on_the_base_model_stay_together_and_weights
     st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["m", "n", "mn"])), max_size=5),
     st.lists(st.tuples(st.sampled_from("mn"), st.sampled_from(["", "x", "y"]), st.integers(1, 3)), max_size=20),
 )
-def test_work_conserving(offers: list[tuple[int, str]], items: list[tuple[str, str, int]]) -> None:
-    """What waits in the end is of models of which nobody has a slot free, whoever holds what."""
+def test_no_slot_idles_while_a_sample_fits_it(offers: list[tuple[int, str]], items: list[tuple[str, str, int]]) -> None:
+    """What still waits in the end is for models of which nobody has a free slot, whichever adapters they hold."""
     room = Room(*offers)
     for number, (model, adapter, slots) in enumerate(items):
         room.push(f"{model}{number}", adapter, slots, model)
@@ -233,7 +233,7 @@ def test_an_adapter_that_one_has_declined_is_not_offered_to_it_again(folder: Pat
 
 
 def test_an_offer_that_was_taken_back_holds_nobody_up(folder: Path) -> None:
-    """The engine of the one that holds the adapter has lost its slots."""
+    """The engine of the generator that holds the adapter has lost its slots."""
 
     async def scenario() -> None:
         service = Service(folder)
@@ -259,7 +259,7 @@ def test_what_only_a_generator_that_left_could_serve_fails_with_the_others_reaso
             async with service.worker(service.generator) as able:
                 await offer(service, able, 2)
                 await service.journal.accept(sample(1))
-                await heard(able)  # and has no slot free
+                await heard(able)  # and has no free slot
                 picky.send(Declined(declined, "too long"))
                 await until(lambda: aside(service) == 1)
             failed = await outcome(service, declined)
@@ -370,7 +370,7 @@ def test_counts_of_each(folder: Path) -> None:
 
 
 def test_what_only_its_connection_can_answer_ends_with_its_server(folder: Path) -> None:
-    """Whether the server is stopped or killed, nothing of it is billed; what somebody may come back for goes on."""
+    """If the server is stopped or killed, none of it is billed; what somebody may come back for goes on."""
 
     async def stopped() -> None:
         service = Service(folder)

@@ -1,4 +1,4 @@
-"""What a trainer is handed when one organisation floods it with work that has no tokens: by the real journal."""
+"""What a trainer is handed when one organisation floods it with work without tokens, by the real journal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.scheduler.dispatch.link import Link
 
 NOW = datetime.now(UTC)
 PASS_TOKENS = 4096
-#: Of weft/tiny-moe at rank 128.
+#: The sizes of weft/tiny-moe at rank 128.
 SIZES = Sizes(3_227_648, 987_136)
 #: A dimuon step of such a run took 0.22 s, a pass of tokens 0.55 s (bench/results/light_work.json).
 STEPS_OF_A_PASS = 3

@@ -1,5 +1,5 @@
-"""A TCP proxy that can swallow what passes, both ways, while every connection stays open: what a NAT or load balancer
-does that has forgotten them; and that can lose a reply with its connection, when the server has done what was asked."""
+"""A TCP proxy that can swallow all that passes, both ways, while connections stay open, like a NAT that has forgotten
+them. It can also lose a reply with its connection, after the server has done what was asked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Proxy:
         self.port = int(self._listener.getsockname()[1])
         self.swallowing = False
         self.swallowed_bytes = 0
-        self.losing = b""  # the next reply that has these bytes, or answers what has them, is lost
-        self.then_gone = False  # and with it goes the server
+        self.losing = b""  # the next reply that contains, or answers, these bytes is lost
+        self.then_gone = False  # and the server is cut off with it
         self._closed = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -38,7 +38,7 @@ class Proxy:
         loses = False
         with near, suppress(OSError):
             while self.swallowing and not self._closed.wait(0.05):
-                pass  # a new connection is taken by nobody
+                pass  # nobody accepts a new connection
             with socket.create_connection(("127.0.0.1", self._target)) as far:
                 while not self._closed.is_set():
                     for side in select.select([near, far], [], [], 0.2)[0]:

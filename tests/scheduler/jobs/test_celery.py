@@ -1,8 +1,7 @@
 """A real Celery worker and beat on a real Redis whose link dies: top-ups are credited all the same, once, only later.
 
-The worker and the beat are never restarted. What the link does is the worst of the known: bytes vanish while the
-connections stay open, which no side is told of.
-"""
+Worker and beat are never restarted. The link fails in the worst known way: bytes vanish while the connections stay
+open, so that neither side is told."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from tests.scheduler.jobs.proxy import Proxy, proxy
 from tests.servers import OwnRedis
 
 BLACK_HOLE_S = 40.0
-#: After the link is well again. Measured: a few seconds, of which up to 5 are the beat's; the machine may be busy.
+#: Once the link works again. Measured: a few seconds, up to 5 of which are the beat's; the machine may be busy.
 RECOVERY_S = 120.0
 
 
@@ -69,7 +68,7 @@ class Office:
         self.topups = 0
 
     def topup(self) -> None:
-        """What the webhook route does with a payment that Stripe tells of."""
+        """Do what the webhook route does with a payment that Stripe reports."""
         stripe = self.payments.fake.stripe
         stripe.now = time.time()
         payment = stripe.add(
@@ -149,7 +148,7 @@ def test_money_is_late_and_never_lost(office: Office) -> None:
     recovery_s = office.wait_credited()
     print(f"after a restart of Redis: {recovery_s:.1f} s")
 
-    with office.payments.database.read() as session:  # the heart beats, which is what an operator would look at
+    with office.payments.database.read() as session:  # the heartbeat, which an operator would look at
         heartbeat = session.get_one(JobRun, "heartbeat")
     assert heartbeat.succeeded_at is not None
     assert office.payments.ledger(office.org_id) == [("topup", 10**9)] * office.topups

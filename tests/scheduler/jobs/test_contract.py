@@ -1,4 +1,4 @@
-"""Every job, run twice, leaves what it leaves when run once: on both databases, in a world where each has work."""
+"""Every job, run twice, leaves what it leaves when run once: on both databases, in a world with work for each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.rows import run_row, session_row
 START = datetime(2026, 11, 29, 12, tzinfo=UTC)
 AFTER = datetime(2026, 12, 1, 3, tzinfo=UTC)
 
-#: What each job does to the world below the first time; the second time it must do nothing.
+#: What each job changes in the world below when it first runs; the second time it must change nothing.
 EXPECTED: dict[str, dict[str, int]] = {
     "ask_for_missed_events": {"kept": 1},
     "budget_alerts": {"raised": 1},
@@ -58,7 +58,7 @@ def world(any_database: Database, stripe_server: FakeStripe, tmp_path: Path) -> 
 
 
 def _checkpoint(world: Payments, org_id: str, expires_at: datetime | None) -> None:
-    """One of a run in a session."""
+    """A checkpoint of a run in a session."""
     now = world.now
 
     def write(session: Any) -> None:
@@ -86,7 +86,7 @@ def _checkpoint(world: Payments, org_id: str, expires_at: datetime | None) -> No
 
 
 def _result(world: Payments, org_id: str, finished_at: datetime, *, kept: bool = True) -> None:
-    """A sample whose result is kept, or is gone."""
+    """A sample whose result is kept, or no longer."""
     operation = tables.Operation(
         id="op",
         org_id=org_id,
@@ -169,7 +169,7 @@ def _prepare(world: Payments, job: str) -> None:
 
 
 def _rows(world: Payments) -> dict[str, list[Any]]:
-    """All that is in the database, but for when jobs ran."""
+    """All rows of the database, without the times when jobs ran."""
     with world.database.read() as session:
         return {
             table.name: sorted(map(repr, session.execute(select(table)).all()))
@@ -238,7 +238,7 @@ def test_what_a_budget_reached_as_its_month_ended_is_told_in_the_next(world: Pay
 
 
 def test_a_fresh_process_forgets_nothing_that_matters(world: Payments) -> None:
-    """The reaper remembers between two rounds; one that has forgotten only takes a round longer."""
+    """The reaper remembers things between two rounds; one that has forgotten them only takes a round longer."""
     _prepare(world, "sweep_files")
     housekeeping._REAPERS.clear()
     assert run_now(world.context, JOBS["sweep_files"]) == {"deleted": 0}

@@ -1,5 +1,5 @@
-"""What expires while another process is at it, too: between what a job has read and what it writes, a replica saves
-under the same name."""
+"""Something expires while another process works on it: between a job's reading and its writing, a replica saves under
+the same name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def meter(session: Session) -> int:
 
 @pytest.fixture
 def desk(postgres_database: Database) -> Desk:
-    """With a checkpoint whose time is over."""
+    """A desk with a checkpoint whose time is over."""
     made = Desk(postgres_database)
     made.end(OpKind.SAVE_STATE, Save("weights", "latest", ttl_seconds=60), "one", size_bytes=5)
     made.change(tables.Checkpoint, expires_at=NOW - timedelta(seconds=1))
@@ -53,7 +53,7 @@ def other(desk: Desk) -> Iterator[Database]:
 def meanwhile(
     monkeypatch: pytest.MonkeyPatch, database: Database, job: Callable[[Session], int], work: Callable[[], Any]
 ) -> None:
-    """Run `job`; when it has read what is over, `work` begins, and has time to end unless it has to wait."""
+    """Run `job`; once it has read what has expired, `work` begins, and has time to end unless it has to wait."""
     begun: list[Future[Any]] = []
     end = storage.end
 
@@ -85,7 +85,7 @@ def test_what_is_saved_under_a_name_that_expires_at_this_moment_stays_and_is_met
 def test_more_checkpoints_expire_than_one_write_takes(
     desk: Desk, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who writes waits for no more than a part of them."""
+    """So other writers wait for no more than a part of them."""
     monkeypatch.setattr(storage, "AT_A_TIME", 2)
     for name in "abcd":
         desk.end(OpKind.SAVE_STATE, Save("weights", name), size_bytes=5)

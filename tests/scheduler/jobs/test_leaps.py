@@ -1,4 +1,4 @@
-"""Nothing that cannot be undone is done within an hour of a leap of the clock, and all of it after."""
+"""Nothing that cannot be undone is done within an hour of a leap of the clock; afterwards all of it is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ YEARS, HOUR = timedelta(days=3650), timedelta(hours=1)
 
 
 class Clocks:
-    """A process with the time that it is told, and what has really passed; one job that counts its runs."""
+    """A process, the time that its clock shows and the time that has really passed; one job that counts its runs."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         self.database, self.folder = database, folder
@@ -47,7 +47,7 @@ class Clocks:
         return {"runs": self.runs}
 
     def wait(self, time: timedelta, *, beats: bool = True) -> None:
-        """As it passes: with a heartbeat now and then, or at the end alone."""
+        """Let time pass: with a heartbeat now and then, or at the end alone."""
         self.now, self.passed_s = self.now + time, self.passed_s + time.total_seconds()
         self.beat() if beats else None
 
@@ -59,7 +59,7 @@ class Clocks:
         run_if_due(self.context, JOBS["heartbeat"])
 
     def waits(self) -> bool:
-        """Both drivers see whether it is due, and try."""
+        """Whether the job waits: each driver looks whether it is due, and tries to run it."""
         with self.database.read() as session:
             (state,) = (state for state in states(session, {"count": self.job}, self.now))
         ran = run_if_due(self.context, self.job) is not None
@@ -71,7 +71,7 @@ class Clocks:
         return state.waits
 
     def told(self) -> list[bool]:
-        """Of each leap: whether it is over."""
+        """The alerts that were made: for each leap, whether it is over."""
         with self.database.read() as session:
             return [alert.resolved_at is not None for alert in session.query(tables.Alert).order_by(tables.Alert.id)]
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_undone_waits_for_an_hour_and_goes_on_by_the_new_time(
     clocks.now += leap
     if restarted:
         clocks.restart()
-    assert clocks.waits()  # and nobody has written it yet
+    assert clocks.waits()  # and nobody has written the leap down yet
     clocks.beat()
     assert clocks.waits()
     clocks.restart()  # it is written down
@@ -119,7 +119,7 @@ def test_a_clock_that_was_ahead_for_a_moment_holds_up_for_an_hour(clocks: Clocks
 
 
 def test_a_process_that_was_at_work_for_hours_has_seen_no_leap(clocks: Clocks) -> None:
-    """The single thread of a server, with a bucket to sweep."""
+    """As the single thread of a server is, that sweeps a bucket."""
     clocks.wait(5 * HOUR, beats=False)
     assert clocks.waits()  # until it has looked
     clocks.beat()
@@ -152,7 +152,7 @@ def test_who_runs_it_by_hand_is_told_until_when_it_waits(clocks: Clocks) -> None
 
 
 def test_one_that_has_begun_goes_by_the_time_at_which_it_did(clocks: Clocks) -> None:
-    """To sweep a bucket takes minutes."""
+    """Sweeping a bucket takes minutes."""
     seen = []
 
     def run(context: JobContext) -> Result:
@@ -172,7 +172,7 @@ def test_what_deletes_takes_back_or_closes_by_the_time_is_final() -> None:
 
 
 def test_whoever_asks_for_work_takes_no_credit_back_either(clocks: Clocks) -> None:
-    """Nor is it refused: the credit is good for the hour."""
+    """Nor is the work refused: the credit stays valid for the hour."""
 
     def prepare(session: Session) -> str:
         org_id = organisation_named(session, "acme").id

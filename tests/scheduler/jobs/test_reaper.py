@@ -1,4 +1,4 @@
-"""The reaper on a real database and folder, with a clock of its own."""
+"""The reaper on a real database and folder, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_results_archives_and_bodies_by_age(world: World) -> None:
 
 
 def test_what_is_asked_for_again_while_others_are_deleted_stays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep may take minutes: meanwhile somebody is given a link to an archive, and trains on recorded logprobs."""
+    """A sweep may take minutes: meanwhile somebody gets a link to an archive, or trains on recorded logprobs."""
     old = ((NOW - timedelta(hours=30)).timestamp(),) * 2
     for name in ("a", "b"):
         os.utime(world.blobs.path(world.folder(f"archives/{name}")), old)

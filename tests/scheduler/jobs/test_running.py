@@ -1,4 +1,4 @@
-"""When a job is due, that one process runs it at a time, and what is written down about it."""
+"""When a job is due, that only one process runs it at a time, and what is written down about it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_clock_that_is_set_back_delays_a_job_by_no_more_than_its_time(shop: Sh
 
 
 def test_a_lease_from_a_clock_that_was_ahead_holds_up_nobody(shop: Shop) -> None:
-    """Of a process that died while a machine began with a wrong clock: nobody would do the job for years."""
+    """Left by a process that died on a machine with a wrong clock: nobody would do the job for years."""
     ahead = START + timedelta(days=3650)
     assert shop.context.database.write_now(lambda session: _start(session, shop.job, "dead", ahead, True))
     assert shop.due()
@@ -116,9 +116,9 @@ def test_a_failure_is_written_down_and_tried_again_sooner(shop: Shop) -> None:
     assert not shop.due()
 
 
-def test_one_that_fails_after_long_is_not_at_it_all_the_time(shop: Shop) -> None:
-    """One customer who was deleted at Stripe has a whole comparison fail, for two months: each minute it would ask
-    Stripe for all others again, while a single server's other jobs wait."""
+def test_a_long_job_that_fails_is_not_tried_again_at_once(shop: Shop) -> None:
+    """One customer deleted at Stripe makes a whole comparison fail, for two months: it would ask Stripe for all others
+    every minute, while a single server's other jobs wait."""
     shop.job = Job("count", 86_400, shop._run)
     shop.fails = True
     run_if_due(shop.context, shop.job)
@@ -131,7 +131,7 @@ def test_one_that_fails_after_long_is_not_at_it_all_the_time(shop: Shop) -> None
 
 
 def test_a_process_that_died_is_followed_by_another_when_its_lease_is_over(shop: Shop) -> None:
-    # kill -9 leaves the lease and the start behind, and nothing else.
+    # kill -9 leaves behind the lease and the start, nothing else
     shop.context.database.write_now(lambda session: _start(session, shop.job, "dead", shop.now, False))
     shop.wait(LEASE_S - 1)
     assert not shop.due()
@@ -141,8 +141,8 @@ def test_a_process_that_died_is_followed_by_another_when_its_lease_is_over(shop:
 
 
 def test_the_time_of_jobs_is_the_databases(postgres_database: Database, tmp_path: Path) -> None:
-    """A machine whose clock is a day ahead would let checkpoints expire, close months and bill storage too early, and
-    would run what another is running. Here the database's is a day behind."""
+    """A machine whose clock is a day ahead would expire checkpoints, close months and bill storage too early, and run
+    what another machine is running. Here the database's clock is a day behind."""
     clock = "CREATE FUNCTION public.clock_timestamp() RETURNS timestamptz RETURN now() - interval '1 day'"
     postgres_database.write_now(lambda session: session.execute(text(clock)))
     url = make_url(postgres_database.url).update_query_dict({"options": "-csearch_path=public,pg_catalog"})

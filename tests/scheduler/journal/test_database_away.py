@@ -1,4 +1,4 @@
-"""The database goes away while operations are accepted and settled: all of them end once, and no money is amiss."""
+"""The database goes away while operations are accepted and settled: all of them end once, and the money is right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.servers import PostgresServer
 
 NOW = datetime.now(UTC)
 CLIENTS, EACH = 8, 20
-#: After the database is back, on any machine.
+#: Allowed once the database is back, on any machine.
 RECOVERS_WITHIN_S = 120.0
 
 
@@ -61,7 +61,7 @@ def sample(seq: int) -> NewOperation:
 
 
 async def accept(journal: Journal, seq: int) -> str:
-    """As clients do: again, with the same number, after an error of the server."""
+    """Submit as clients do: again, with the same number, after an error of the server."""
     while True:
         try:
             return await journal.accept(sample(seq))
@@ -70,7 +70,7 @@ async def accept(journal: Journal, seq: int) -> str:
 
 
 async def work(journal: Journal, numbers: range, ended: list[int], under_way: asyncio.Event) -> None:
-    """A client and its worker: each operation is accepted and ends with its result."""
+    """A client and its worker: each operation is accepted, and ends with its result."""
     for seq in numbers:
         request_id = await accept(journal, seq)
         journal.finish(Done(request_id, b"result", {"prefill": 10, "sample": 5}))
@@ -125,14 +125,14 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
     journal = Journal(database, FolderBlobs(tmp_path / "blobs"), load_prices())
 
     def room(pages: int) -> None:
-        """As many pages more than there are."""
+        """Make room for so many more pages than there are."""
 
         def write(session: Session) -> None:
             there = session.execute(text("PRAGMA page_count")).scalar_one()
             session.execute(text(f"PRAGMA max_page_count = {there + pages}")).all()
 
         for _ in range(20):
-            with suppress(OperationalError):  # together with a settling that found no room
+            with suppress(OperationalError):  # together with a settlement that found no room
                 return database.write_now(write)
         raise AssertionError("no room was made")
 
@@ -162,14 +162,14 @@ def test_a_full_disk_refuses_and_settles_when_there_is_room(
             outcome = await journal.outcome("org", request_id, 60.0)
             assert isinstance(outcome, Outcome), outcome
             assert outcome.payload == b"result"
-        assert await journal.accept(sample(len(accepted)))  # the number that was refused is still free
+        assert await journal.accept(sample(len(accepted)))  # the refused number is still free
 
     asyncio.run(story())
     assert check(database) == []
 
 
 def test_rows_that_come_with_an_operation_are_inserted_however_often_the_commit_fails(tmp_path: Path) -> None:
-    """By then their statements had run: to the session that ran them they were stored."""
+    """Their statements had run by then, so the session that ran them took them for stored."""
     database = database_in(tmp_path)
     database.write_now(set_up)
     failures = [OperationalError("COMMIT", {}, Exception("disk I/O error"))] * 2
@@ -196,7 +196,7 @@ def test_rows_that_come_with_an_operation_are_inserted_however_often_the_commit_
 def test_what_was_stored_is_not_refused_for_what_it_holds_itself(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: tuple[float, ...]
 ) -> None:
-    """Its commit is done and the answer lost: of money, there is no more than for one."""
+    """Its commit succeeded and the answer was lost: there is money for no more than one operation."""
     monkeypatch.setattr("scheduler.journal.accepting.acceptance.INSERT_AGAIN_S", pauses)
     nano = {"version": "n", "effective_from": NOW.replace(year=2020), "models": {"*": dict.fromkeys(KINDS, 1000)}}
     database.write_now(lambda session: set_up(session, 100))
@@ -264,7 +264,7 @@ def test_a_disk_that_keeps_the_body_of_what_cannot_be_paid_for_hides_no_reason(
 def test_no_event_loop_waits_for_the_database(
     any_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it is frozen, a loop that waits for it answers nobody, not even who asks whether the server lives."""
+    """A loop that waits for a frozen database answers nobody, not even a probe whether the server lives."""
     any_database.write_now(set_up)
     monkeypatch.setattr(expected_cost, "WEIGHT_LASTS_S", 0.0)
     read, waited = Database.read, list[str]()

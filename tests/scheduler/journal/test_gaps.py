@@ -1,4 +1,4 @@
-"""A run goes on without an operation that never comes, and a step that counts on it is told."""
+"""A run goes on without an operation that never comes, and a step that counts on that operation is told."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_run_goes_on_without_what_never_came(
     monkeypatch: pytest.MonkeyPatch,
     killed: str,
 ) -> None:
-    """The client has spent 1 and 2 on requests that a proxy refused, and cannot send anything under them."""
+    """The client has used the numbers 1 and 2 for requests that a proxy refused, and cannot use them again."""
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
 
     async def scenario() -> None:
@@ -105,7 +105,7 @@ def test_what_comes_while_its_number_is_given_up_is_one_of_both(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """2 is in the database, and not yet in the run, when the run is to go on without it."""
+    """2 is in the database, but not yet in the run, when the run is to go on without it."""
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
 
     async def scenario() -> None:
@@ -123,7 +123,7 @@ def test_what_comes_while_its_number_is_given_up_is_one_of_both(
     go(scenario())
 
 
-def test_what_is_far_beyond_all_others_is_given_up_itself(
+def test_a_number_far_beyond_all_others_is_given_up_itself(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,7 +144,7 @@ def test_what_is_far_beyond_all_others_is_given_up_itself(
     go(scenario())
 
 
-def test_who_comes_late_but_in_time_is_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_an_operation_that_comes_before_the_limit_is_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.3)
 
     async def scenario() -> None:
@@ -160,7 +160,7 @@ def test_who_comes_late_but_in_time_is_in_time(folder: Path, monkeypatch: pytest
 
 
 def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """2 may be made of 1's result, which the trainer has not given yet."""
+    """2 may be made from 1's result, which the trainer has not given yet."""
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""The journal with a real database, real blobs and real links; only the workers are played by the test."""
+"""The journal with a real database, real blobs and real links; only the workers are played by the tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.migrated import database_in
 
 NOW = datetime.now(UTC)
 RUN = "s:train:0"
-#: Too large for a row: a file.
+#: Too large for a row, so it is stored as a file.
 RESULT = b"result" * 200
 ANSWERS = {"forward": RESULT, "forward_backward": RESULT, "optim_step": b"result"}
 
@@ -312,7 +312,7 @@ def test_a_snapshot_frees_the_bodies_it_covers(folder: Path) -> None:
 
 
 def test_what_was_pending_before_a_restart_comes_before_what_is_repeated_behind_it(folder: Path) -> None:
-    """Two saves are not answered, a step behind them is: what they save is the run before that step."""
+    """Two saves are unanswered, a step after them is answered: they save the run as it was before that step."""
 
     async def before() -> None:
         service = Service(folder)
@@ -498,7 +498,7 @@ def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> Non
 def test_a_run_that_is_closed_while_an_operation_is_accepted_fails_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client was told 500, and asked again: what is queued nowhere held its money, and was waited for for ever."""
+    """Its client was told 500 and asked again: queued nowhere, it held money and was waited for for ever."""
     take = Acceptance.take
 
     async def scenario() -> None:
@@ -522,7 +522,7 @@ def test_a_run_that_is_closed_while_an_operation_is_accepted_fails_it(
 
 
 def test_an_operation_of_a_run_that_is_closed_fails_at_the_next_start(folder: Path) -> None:
-    """As the process leaves it that ends between the two."""
+    """A process that ends between the two leaves such an operation."""
 
     async def before() -> None:
         service = Service(folder)

@@ -20,7 +20,7 @@ NOW = datetime(2026, 11, 1, tzinfo=UTC)
 def test_the_oldest_samples_of_each_model_are_found_however_many_wait_for_another(
     any_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only those of models that nobody serves are cancelled: those of one that is busy must not hide them."""
+    """Only samples for models that nobody serves are cancelled: those for a busy model must not hide them."""
     monkeypatch.setattr(left, "SAMPLES", 2)
 
     def write(session: Session) -> list[tuple[str, str]]:

@@ -1,6 +1,5 @@
-"""Nothing that was applied is ever answered as failed, and a run that is not what it was says so: disks that are full,
-files that are gone, trainers that die again and again. A real database, real blobs and real links; the trainer is
-played by the test."""
+"""Nothing applied is ever answered as failed, and a run that is not what it was says so: full disks, missing files,
+trainers that die again and again. A real database, real blobs and real links; the test plays the trainer."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 class Disk:
-    """A disk that takes nothing of some refs while it is `full`."""
+    """A disk that does not take some refs while it is `full`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, refs: str, number: int = errno.ENOSPC) -> None:
         self.full, self.refused = True, 0
@@ -112,7 +111,7 @@ def test_a_body_that_cannot_be_stored_leaves_its_number_free(
         with pytest.raises(NoRoom, match=r"the server's disk is full \(No space left on device\)"):
             await service.journal.accept(train(1))
         disk.full = False
-        with pytest.raises(NoRoom):  # until it has been looked at again
+        with pytest.raises(NoRoom):  # until the disk has been looked at again
             await service.journal.accept(train(1))
         clock[0] += 2.0
         request_id = await service.journal.accept(train(1))
@@ -128,7 +127,7 @@ def test_a_disk_that_is_nearly_full_takes_no_new_work(tmp_path: Path, caplog: py
         clock[0] += 2.0
         with pytest.raises(NoRoom, match="nearly full"):
             room.check()
-    assert len(caplog.records) == 1  # what the operator is told, once
+    assert len(caplog.records) == 1  # the operator is told once
     assert "nearly full" in caplog.text
     Room(tmp_path, least_free_bytes=1).check()
     with pytest.raises(NoRoom, match="does not answer"):
@@ -139,7 +138,7 @@ def test_what_is_left_behind_when_the_database_fails_is_taken_up_by_the_repeat(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The commit took effect, and nobody heard of it: the client asks again and gets its answer."""
+    """The commit succeeded, but nobody was told: the client asks again and gets its answer."""
     monkeypatch.setattr("scheduler.journal.accepting.acceptance.INSERT_AGAIN_S", ())
 
     async def scenario() -> None:
@@ -355,7 +354,7 @@ async def next_pass(link: WorkerLink) -> Pass:
 
 
 def test_a_large_operation_is_not_given_up_while_it_gets_on(folder: Path) -> None:  # noqa: F811
-    """A trainer that lives for two slices, ten times; what it has done is snapshot."""
+    """A trainer lives for two slices, ten times; what it has done is in a snapshot."""
 
     async def scenario() -> None:
         service = Service(folder)

@@ -1,5 +1,5 @@
-"""What a step is sent with, when a forward_backward before it has failed: also after the trainer, or the server, is
-lost in between, when nobody but the journal knows of that."""
+"""What a step is sent with when a forward_backward before it has failed; also after the trainer or the server is lost
+in between, so that only the journal knows of the failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation is to do comes back from the database as it was, and queries find what they ask of it."""
+"""An operation's plan comes back from the database as it was, and queries find its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where bodies and results lie, over a restart: small ones in the rows of their operations, others in files."""
+"""Where bodies and results are stored, over a restart: small ones in their operations' rows, others in files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.scheduler.journal.test_journal import (
     train,
 )
 
-#: No text.
+#: Bytes that are not text.
 TOKENS = b"\x0a\x00\xff"
 
 
 def test_small_bodies_and_results_are_no_files(folder: Path) -> None:  # noqa: F811
-    """A step lies in its row alone, and is replayed and answered from there; so does a small sample, whose prompt goes
-    when it ends."""
+    """A step is stored in its row only, and is replayed and answered from there; so is a small sample, whose prompt is
+    deleted when it ends."""
     step = train(1, "optim_step", b'{"learning_rate":1}')
 
     async def before() -> tuple[str, str]:
@@ -90,7 +90,7 @@ def test_a_large_result_is_a_file(folder: Path) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("kind", ["load_state", "save_state"])
 def test_what_no_worker_reads_is_kept_nowhere(folder: Path, kind: str) -> None:  # noqa: F811
-    """A load may name somebody's key."""
+    """A load may contain somebody's key."""
     plans: dict[str, Plan] = {
         "load_state": Load(Source("weights/a", "tinker://a/weights/a", with_optimizer=False)),
         "save_state": Save("weights", "a"),

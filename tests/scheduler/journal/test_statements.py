@@ -1,5 +1,5 @@
-"""What the database is asked for operations: so many statements for a batch, however many are in it; work that costs
-nothing writes no wallet; and PostgreSQL is waited for twice, and finds rows by index."""
+"""The statements that operations cost the database: the same number for any batch; no wallet is written for free work;
+PostgreSQL is waited for twice, and finds rows by index."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SETTLED = {"optim_step": 2 + 2, "forward_backward": 2 + 7}
 
 @contextmanager
 def written(database: Database) -> Iterator[list[str]]:
-    """The statements that SQLite is given by its writer meanwhile, but BEGIN and COMMIT."""
+    """The statements that SQLite gets from its writer meanwhile, without BEGIN and COMMIT."""
     found: list[str] = []
 
     def note(statement: str) -> None:
@@ -68,7 +68,7 @@ def together(database: Database, batch: Callable[..., Any], items: list[Any]) ->
 
 @pytest.mark.parametrize("many", [1, 20])
 @pytest.mark.parametrize("kind", ["optim_step", "forward_backward"])
-def test_a_batch_asks_so_often(database: Database, kind: str, many: int) -> None:
+def test_a_batch_takes_a_fixed_number_of_statements(database: Database, kind: str, many: int) -> None:
     def take(ops: list[Operation]) -> None:
         takings = [Taking(to_row(op, "") | {"hold_nusd": most_nusd(PRICES, op)}) for op in ops]
         assert together(database, insert_all, takings) == [None] * len(ops)
@@ -96,7 +96,7 @@ def row_named(name: str) -> Operation:
 
 
 async def once(database: Database, settlement: Settlement, op: Operation) -> None:
-    """Accepted and settled, alone."""
+    """Accept and settle one operation, alone."""
     hold = {"hold_nusd": most_nusd(PRICES, op)}
     assert await database.write_batched(insert_all, Taking(to_row(op, "") | hold), lock="org") is None
     done = Done(op.id, b"{}", {"prefill": 16, "cached_prefill": 0, "sample": 16})
@@ -138,7 +138,7 @@ def sent(postgres_database: Database, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 def test_an_operation_takes_two_trips_each_way(postgres_database: Database, sent: list[list[str]]) -> None:
-    """One asks, under the locks, one writes and commits."""
+    """One trip asks, under the locks; the other writes and commits."""
     database, settlement = postgres_database, Settlement(PRICES)
     database.write_now(lambda session: session.add(tables.Organisation(id="org", name="org", created_at=NOW)))
     asyncio.run(once(database, settlement, row_named("op1")))  # makes the wallet
@@ -173,8 +173,8 @@ def test_a_leader_sees_that_it_leads_with_what_it_asks_anyway(
 def test_rows_are_found_by_index_in_tables_that_were_just_made(
     postgres_database: Database, sent: list[list[str]]
 ) -> None:
-    """A plan is made once: of a table that is almost empty, it holds while thousands of rows come, until statistics are
-    taken. So it may read no table as a whole, by itself or by all of an index."""
+    """A plan is made once. If it is made for an almost empty table it holds while thousands of rows come, until
+    statistics are taken; so it may not read a whole table, by itself or by all of an index."""
     database = postgres_database
     database.write_now(lambda session: session.add(tables.Organisation(id="org", name="org", created_at=NOW)))
     database.write_now(lambda session: set_budget(session, "org", "org", "org", "month", 10**12))

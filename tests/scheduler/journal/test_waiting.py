@@ -1,4 +1,4 @@
-"""What someone who polls is told: what the operation waits for, its place, or that its result is gone."""
+"""What a polling client is told: what the operation waits for, its place, or that its result is gone."""
 
 from __future__ import annotations
 

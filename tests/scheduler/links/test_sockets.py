@@ -1,4 +1,4 @@
-"""The wire between server and worker: what was sent arrives, however the other end leaves."""
+"""The link between server and worker: what was sent arrives, however the other end leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scheduler.links.sockets import ServerLink, WorkerLink, frame
 
 COUNT = 2000
 
-#: Says all it has to say, and leaves without having read a word.
+#: Says all that it has to say, and leaves without having read a word.
 LEAVES = f"""
 import sys
 from scheduler.links.sockets import WorkerLink
@@ -26,7 +26,7 @@ for number in range({COUNT}):
 
 
 def started(script: str, link: socket.socket) -> subprocess.Popen[bytes]:
-    """A worker process with this end of the link, which is its alone from now on."""
+    """A worker process with this end of the link, which from now on belongs to the worker alone."""
     with link:
         return subprocess.Popen([sys.executable, "-c", script, str(link.fileno())], pass_fds=(link.fileno(),))
 
@@ -40,7 +40,7 @@ def test_everything_a_worker_has_sent_is_read_though_writing_to_it_fails(unread:
             link.send(Pass(1, "y" * 10_000, []))
         worker = started(LEAVES, theirs)
         async for message in link.messages():
-            if not message.seq % 100:  # it is slow to read, as when it writes to its database in between
+            if not message.seq % 100:  # it reads slowly, as if it wrote to its database in between
                 await asyncio.sleep(0.01)
             found.append(message.seq)
             link.send(Drain())

@@ -1,4 +1,4 @@
-"""Clients that wait for their answers, at trainers that take passes: what homes are held against."""
+"""Clients that wait for their answers, at trainers that take passes: a model to compare homes with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOVE_TOKENS = 100
 
 @dataclass(frozen=True)
 class Client:
-    """Keeps `in_flight` operations of so many tokens in flight; after an answer it thinks before it sends the next."""
+    """Keeps `in_flight` operations of so many tokens in flight; it thinks after an answer before it sends the next."""
 
     tokens: int
     in_flight: int = 1
@@ -39,8 +39,8 @@ class Run:
 
 
 class Loops:
-    """A pass takes an operation of each run in turn, up to `pass_tokens`, and answers all at its end. What is moved
-    goes on when the pass of the trainer that has it is over."""
+    """A pass takes an operation of each run in turn, up to `pass_tokens`, and answers all of them at its end. A run
+    that is moved goes on once its old trainer's pass is over."""
 
     def __init__(self, clients: Sequence[Client], trainers: int, pass_tokens: int) -> None:
         self.now, self._events, self._number = 0.0, list[tuple[float, int, Callable[[], None]]](), 0
@@ -81,7 +81,7 @@ class Loops:
         return Counter(dict.fromkeys(self.trainers, 0)) + Counter(str(self.homes.home(run)) for run in self.runs)
 
     def loads(self) -> dict[str, int]:
-        """What the clients of each trainer have in flight when none of them thinks."""
+        """What the clients of each trainer have in flight when none of them is thinking."""
         found = dict.fromkeys(self.trainers, 0)
         for name, run in self.runs.items():
             found[str(self.homes.home(name))] += run.client.tokens * run.client.in_flight
@@ -127,7 +127,7 @@ class Loops:
     def _pass(self, runs: list[str]) -> list[tuple[str, int]]:
         taken, room = list[tuple[str, int]](), self._pass_tokens
         while ready := [run for run in runs if self.runs[run].queued]:
-            run = min(ready, key=lambda one: self.runs[one].answered)  # fair: who was served least
+            run = min(ready, key=lambda one: self.runs[one].answered)  # fair: the one that was served least
             tokens = self.runs[run].queued[0]
             if taken and tokens > room:
                 break

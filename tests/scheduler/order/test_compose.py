@@ -12,13 +12,13 @@ from scheduler.order.compose import ALONG, MAX_UPCOMING, compose, upcoming
 from scheduler.order.fair import FairTree
 
 BUDGET = 800
-#: The room beyond it.
+#: The room beyond the budget.
 ALONG_TOKENS = 100
 
 
 @dataclass(frozen=True)
 class Piece:
-    """As much of a `Unit` as is looked at."""
+    """The parts of a `Unit` that composing looks at."""
 
     run: str
     tokens: int
@@ -31,7 +31,7 @@ class Piece:
 
 
 def queue_of(*pieces: tuple[str, Piece, int], model: str = "m") -> FairTree[Any]:
-    """Of (organisation, piece, cost)."""
+    """A queue of (organisation, piece, cost)."""
     queue: FairTree[Any] = FairTree()
     for org, piece, cost in pieces:
         queue.push((model, org, "batch", piece.run), piece, cost)

@@ -1,4 +1,4 @@
-"""What samples are charged: at most what they may use, soon about what they do use, and exactly that in the end."""
+"""What samples are charged: at most what they may use, soon about what they do use, and in the end exactly that."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_a_lone_request_is_never_held() -> None:
         assert tree.pop(("m",)) == f"{n}"
 
 
-#: Runs by organisation that each of two trainers holds; a and b have one on each.
+#: The runs of each organisation that each of two trainers holds; a and b have one on each.
 HOMES = {"a": {"a1": 0, "a2": 1}, "b": {"b1": 0, "b2": 1}, "c": {"c1": 1}}
 
 
@@ -296,7 +296,7 @@ HOMES = {"a": {"a1": 0, "a2": 1}, "b": {"b1": 0, "b2": 1}, "c": {"c1": 1}}
 def test_over_several_trainers_the_sums_of_two_that_have_work_for_each_differ_by_one_item_each(
     costs: list[int], turns: list[int], weights: tuple[int, int]
 ) -> None:
-    """Whichever trainer comes, however often, and whatever a third has for one of them only."""
+    """Whichever trainer comes, however often, and whatever a third one has for only one of the two."""
     weight = dict(zip("abc", (*weights, 1), strict=True))
     tree: FairTree[tuple[str, int]] = FairTree()
     for org, homes in HOMES.items():
@@ -317,8 +317,8 @@ def test_over_several_trainers_the_sums_of_two_that_have_work_for_each_differ_by
 @settings(max_examples=40)
 @given(st.integers(1, 50), st.sampled_from([1, 100, LAG // 20, LAG // 7]))
 def test_who_can_be_served_by_one_trainer_only_is_first_there_until_the_sums_are_equal(first: int, cost: int) -> None:
-    """b was served alone by a trainer that a has no run on: a catches up where it can be served, but not on more than
-    LAG, so nobody who comes later waits for it either."""
+    """b was served alone by a trainer on which a has no run: a catches up where it can be served, but by no more than
+    LAG, so that nobody who comes later waits for it either."""
     tree: FairTree[str] = FairTree()
     for _ in range(120):
         tree.push(("m", "a", "p", "a1"), "a", cost)
@@ -381,7 +381,7 @@ def test_what_leaves_one_branch_leaves_the_others_alone() -> None:
 
 
 def test_who_comes_and_goes_is_forgotten_but_not_what_is_owed() -> None:
-    """Thousands of organisations that had one item each do not stay; one that has had more than its turn does."""
+    """Thousands of organisations with one item each are forgotten; one that had more than its turn is not."""
     queue: FairTree[int] = FairTree()
     queue.push(("m", "greedy", "batch", "g"), -1, 1_000_000)
     queue.push(("m", "steady", "batch", "s"), 0, 1)
@@ -425,7 +425,7 @@ def test_of_equals_the_corrected_one_is_last() -> None:
 
 
 def test_flows_and_items_are_known_by_what_they_say() -> None:
-    """Paths and items come from messages and rows: equal, and never the same object."""
+    """Paths and items come from messages and rows: they are equal, but never the same object."""
 
     def anew(*words: str) -> tuple[str, ...]:
         return tuple("".join(list(word)) for word in words)

@@ -1,5 +1,5 @@
-"""The fair queue against the rule of its docstring in plain words: exact fractions, lists that are searched from front
-to back, nothing forgotten. Random programs in both must take the same items in the same order."""
+"""The fair queue against its docstring's rule in plain code: exact fractions, lists that are searched from front to
+back, nothing forgotten. Random programs must take the same items from both in the same order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from scheduler.order.fair import FairTree, Only
 from tests.search import chance
 
 Path = tuple[str, ...]
-#: A float divides by these exactly, and so both agree on what is equal. PRIORITY_SHARES is 16 to 1.
+#: A float divides exactly by these, so both agree on what is equal. PRIORITY_SHARES is 16 to 1.
 WEIGHTS = (1, 1, 2, 4)
 LAG = 40
 
 
 @dataclass
 class Flow:
-    """`tag` and `since` (a number of its arrival) hold while there is something in it."""
+    """`tag` and `since` (the number of its arrival) hold while something is in it."""
 
     weight: int = 1
     finish: Fraction = Fraction(0)
@@ -123,7 +123,7 @@ def lanes(models: str, organisations: str, runs: str) -> list[Path]:
 
 
 def same(tree: FairTree[int], plain: Plain, all_lanes: list[Path], only: Only) -> None:
-    """Everything that can be asked of both."""
+    """The answers of both to everything that can be asked."""
     for prefix in {lane[:end] for lane in all_lanes for end in (0, 1, 2, 3)}:
         assert tree.children(prefix) == [p[-1] for p in plain.ready(prefix)]
     for chosen in (None, only):

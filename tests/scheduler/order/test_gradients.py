@@ -1,4 +1,4 @@
-"""A step says whose gradient it would lack, unless its client knows of that and has gone on."""
+"""A step names the gradient that it would lack, unless its client knows of the failure and has gone on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def at(second: float) -> datetime:
 def gradients(
     came: dict[int, float], failed: dict[int, float | None], ended: dict[int, float] | None = None
 ) -> Gradients:
-    """forward_backwards by number: when they came; when clients were told of those that failed, and when the others
+    """forward_backwards by number: when they came; when clients were told of the failed ones, and when the others
     ended."""
     made = Gradients()
     for seq, second in came.items():
@@ -36,11 +36,11 @@ BAD_1, BAD_2, BAD_3, BAD_5 = ((seq, f"{seq} is bad") for seq in (1, 2, 3, 5))
 def test_a_step_sent_behind_what_fails_lacks_it() -> None:
     made = gradients({1: 0}, {1: 2})
     assert made.lacking(2, 0, None) == Lacking(BAD_1)
-    assert made.lacking(1, 0, None) == Lacking()  # what comes later is not its affair
+    assert made.lacking(1, 0, None) == Lacking()  # what comes later does not concern it
 
 
-def test_any_part_of_a_batch_counts() -> None:
-    """Tinker's client sends the first part last; a part may be refused before the others have come."""
+def test_the_failure_of_any_part_of_a_batch_counts() -> None:
+    """Tinker's client sends the first part last, and a part may be refused before the others have come."""
     assert gradients({1: 5, 2: 0, 3: 1}, {2: 6}).lacking(4, 0, None) == Lacking(BAD_2)
     assert gradients({1: 5, 3: 1}, {2: 0}).lacking(4, 0, None) == Lacking(BAD_2)
     assert gradients({2: 0, 3: 1}, {1: 5}).lacking(4, 0, None) == Lacking(BAD_1)
@@ -75,7 +75,7 @@ def test_microbatches_sent_one_behind_the_other_show_nothing_although_their_clie
 
 
 def test_a_request_that_was_sent_again_is_as_old_as_those_behind_it() -> None:
-    """What comes late of a batch in parts, or is sent after another with a higher number, was called before."""
+    """What comes late of a batch in parts, or is sent after one with a higher number, was called earlier."""
     assert gradients({1: 0, 2: 3, 3: 1}, {1: 2}, {3: 2.5}).lacking(4, 0, None) == Lacking(BAD_1)
     assert gradients({1: 0, 2: 3, 4: 1}, {1: 2}).lacking(3, 0, None) == Lacking(BAD_1)
     assert gradients({1: 0, 2: 3, 3: 4}, {1: 2}).lacking(4, 0, None) == Lacking(knows=1)
@@ -90,7 +90,7 @@ def test_who_waits_for_each_microbatch_and_leaves_one_out_knows() -> None:
 
 
 def test_what_is_sent_for_the_next_step_says_nothing_of_this_one() -> None:
-    """Steps are sent ahead: the batch of the second comes after the first one's has failed, and before it is told."""
+    """Steps are sent ahead: the second's batch comes after the first's has failed, but before that is told."""
     assert gradients({1: 0, 3: 5}, {1: 2}).lacking(2, 0, None) == Lacking(BAD_1)
     assert gradients({1: 5, 3: 0}, {3: 2}).lacking(4, 2, None) == Lacking(BAD_3)
 

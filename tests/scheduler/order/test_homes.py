@@ -1,4 +1,4 @@
-"""Where runs live: even from the start, evened out when it pays, and never to and fro."""
+"""Where runs live: evenly from the start, evened out when it pays, and never moved to and fro."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PASS = 100
 
 
 class World:
-    """Homes on a clock that stands until it is moved."""
+    """Homes with a clock that stands until the test moves it."""
 
     def __init__(self, *trainers: str, memory: int = 0) -> None:
         self.now = 0.0
@@ -26,7 +26,7 @@ class World:
             self.homes.offer(name, ["m"], memory)
 
     def runs(self, *outstanding: int, size: int = 0) -> list[Claim]:
-        """They have had so much outstanding for a very long time."""
+        """Runs that have had so much work outstanding for a very long time."""
         for i, tokens in enumerate(outstanding):
             self.homes.outstanding(f"r{i}", tokens)
         self.now += 100 * HALF_LIFE_S
@@ -169,7 +169,7 @@ def test_where_no_move_pays_two_runs_are_exchanged_if_both_fit(memory: int, move
 
 
 def moved(here: list[int], there: list[int], fixed: int = 0, move_tokens: int = 0) -> list[tuple[str, str]]:
-    """The moves between "one" and "two" that pay at once; the last so many cannot move."""
+    """The moves between "one" and "two" that pay at once; the last so many runs cannot move."""
     world = World("one", "two")
     claims = [
         Claim(claim.run_id, "m", move_tokens=move_tokens, fixed=number >= len(here) + len(there) - fixed)
@@ -230,7 +230,7 @@ def test_a_move_is_from_the_fullest_and_needs_room_where_it_goes() -> None:
     world.settle(claims, "one")
     world.settle([Claim("held", "m", 3)], "two")
     assert world.homes.even_out(claims) == []
-    world.homes.offer("two", ["m"])  # of memory that is not known there is enough
+    world.homes.offer("two", ["m"])  # memory of unknown size is enough
     world.now += LOOK_S
     assert [move.target for move in world.homes.even_out(claims)] == ["two"]
 
@@ -267,7 +267,7 @@ def test_one_that_nobody_can_serve_keeps_nobody_from_a_place() -> None:
 
 
 def test_what_is_guessed_of_a_new_run_weighs_as_a_second_of_it() -> None:
-    """After another second it is a second older: both halves of the last two seconds, at a half-life of 10."""
+    """The guess counts as one earlier second, which is a second older by now, at a half-life of 10."""
     world = World("one")
     world.homes.outstanding("r0", 60)
     world.now += 1
@@ -338,7 +338,7 @@ THINKS_S = st.sampled_from([0.0, 0.01])
 
 
 def played(clients: Sequence[Client], crowded: int, trainers: int = 2, seconds: float = 60.0) -> Loops:
-    """`crowded` of the runs live on the first trainer, the others on the last, as it begins."""
+    """At first `crowded` of the runs live on the first trainer, the others on the last."""
     loops = Loops(clients, trainers, BUDGET)
     loops.live_on("t0", *list(loops.runs)[:crowded])
     loops.live_on(f"t{trainers - 1}", *list(loops.runs)[crowded:])

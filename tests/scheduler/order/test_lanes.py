@@ -1,4 +1,4 @@
-"""The order of one run's operations, and what rebuilds it."""
+"""The order of one run's operations, and how a run is rebuilt."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_a_run_that_is_paused_queues_nothing_until_it_is_resumed() -> None:
     again = lane.resume()
     assert sent(again) == [(0, "create", True), (1, "forward_backward", False), (2, "forward_backward", False)]
     answer(lane, first)
-    lane.pause("the disk is away", kept=True)  # its trainer holds it still
+    lane.pause("the disk is away", kept=True)  # its trainer still holds it
     again = lane.resume()
     assert sent(again) == [(2, "forward_backward", False)]
     assert [unit.send.again for unit in again] == [True]
@@ -207,7 +207,7 @@ def test_a_run_that_is_paused_queues_nothing_until_it_is_resumed() -> None:
 
 
 def test_a_run_is_rebuilt_where_something_behind_what_it_left_out_has_been_answered() -> None:
-    """Its trainer has forgotten nothing, but what was to be repeated on it is in no queue any more."""
+    """Its trainer has forgotten nothing, but the replays for it are in no queue any more."""
     lane = created()
     lane.arrive(first := op(1))
     lane.arrive(second := op(2, "optim_step"))
@@ -298,7 +298,7 @@ def test_a_step_lacks_what_failed_before_it_and_the_next_step_does_not() -> None
     (data,) = lane.arrive(op(3))
     lane.failed(1, "forward_backward", "NaN")
     lane.failed(2, "save_state", "the disk is full")
-    lane.arrive(op(4, "forward"))  # trains nothing, and so says nothing of what its client knows
+    lane.arrive(op(4, "forward"))  # trains nothing, so it does not show what its client knows
     (first,) = lane.arrive(op(5, "optim_step", plan=Step({})))
     (second,) = lane.arrive(op(6, "optim_step", plan=Step({})))
     assert lane.sent(save) is save.send
@@ -372,7 +372,7 @@ def test_riders_have_what_the_pass_has_left() -> None:
     tree = queue(*units("a", "A", 90, *["optim_step"] * 30), *units("b", "B", 90), *units("c", "C", 90, "save_state"))
     riders = 1 + 91 // 8
     assert names(compose(tree, ["m"], 91)) == [f"a-{i}" for i in range(1, 2 + riders)]
-    # Of b's pass a single token is left, for anybody.
+    # In b's pass a single token is left, for anybody.
     assert names(compose(tree, ["m"], 91)) == ["b-1", f"a-{2 + riders}"]
 
 

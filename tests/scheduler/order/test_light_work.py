@@ -154,7 +154,7 @@ def test_a_pass_counts_no_more_than_its_budget_and_a_little(
 def test_two_that_are_always_busy_are_served_alike_whatever_their_work_is(
     one: list[tuple[str, int]], other: list[tuple[str, int]], budget: int
 ) -> None:
-    """Beside one unit of each, as for tokens, one pass may be filled up by either."""
+    """Apart from one unit of each, as with tokens: one pass may be filled by either."""
     queue = Queue()
     for org, works in (("one", one), ("other", other)):
         for place, (kind, tokens) in enumerate(works):

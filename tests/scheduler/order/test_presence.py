@@ -1,4 +1,4 @@
-"""What whoever waits for a worker is told, by who is there, who loads, and for how long nobody has."""
+"""What clients that wait for a worker are told: who is there, who loads, and since when nobody has the model."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def stretch(pass_id: int, us: int) -> Stretch:
     return Stretch(pass_id, runs=3, organisations=2, tokens=100, start=at(us))
 
 
-def test_two_passes() -> None:
+def test_timings_of_two_passes() -> None:
     timings = Timings()
     for pass_id, begin, end in ((7, 10, 20), (9, 30, 40)):
         timings.begin(stretch(pass_id, begin))
@@ -32,7 +32,7 @@ def test_two_passes() -> None:
     }
 
 
-def test_one_that_no_worker_had() -> None:
+def test_timings_of_an_operation_that_no_worker_had() -> None:
     assert Timings().row(START, at(5)) == {"stretches": [], "computed": 5, "settled": 5}
 
 

@@ -1,4 +1,4 @@
-"""The health of a run, from rows of a history that can be worked out by hand."""
+"""The health of a run, from a history of rows that can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sampler(session: Session, name: str, made_s: float, kind: str = "snapshot") 
 
 
 class Rows:
-    """Writes operations; each is accepted, begins and ends at the seconds given (begins None: it waits)."""
+    """Writes operations; each is accepted, begins and ends at the given seconds (begins None: it waits)."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -96,7 +96,7 @@ def health(database: Database, fill: Callable[[Session, Rows], Any], now_s: floa
 
 
 def loop(session: Session, rows: Rows) -> None:
-    """Two steps: sample for 60 s, train for 20 s; the second step samples the first one's weights."""
+    """Two steps: sample for 60 s, train for 20 s; the second step's samples come from the first one's weights."""
     sampler(session, "first", 0)
     rows.add("first", "sample", 0, 10, 60, n=4, policy={"drawn": [{"0": 40}]})
     rows.add(RUN, "forward_backward", 60, 60, 79)
@@ -154,7 +154,7 @@ def test_tokens_that_a_swap_made_fresher_count_as_they_were_drawn(database: Data
 
 
 def test_named_sequences_say_what_was_trained_by_which_version_and_what_was_not(database: Database) -> None:
-    """The first batch leaves one sequence out and keeps another for the second, which trains one again."""
+    """The first batch leaves one sequence out and keeps another for the second batch, which trains one again."""
 
     def fill(session: Session, rows: Rows) -> None:
         sampler(session, "follows", 0, "inflight")
@@ -176,7 +176,7 @@ def test_named_sequences_say_what_was_trained_by_which_version_and_what_was_not(
 def test_the_latest_operations_count_where_all_name_more_sequences_than_are_read(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may name 4,096 of them: of 20,000 operations they would be gigabytes."""
+    """Each may name 4,096: for 20,000 operations that would be gigabytes."""
     monkeypatch.setattr(report, "MAX_NAMES", 12)
     monkeypatch.setattr(report, "AT_A_TIME", 2)
 
@@ -192,7 +192,7 @@ def test_the_latest_operations_count_where_all_name_more_sequences_than_are_read
 
 
 def test_training_is_by_the_version_that_its_place_in_the_run_gives_it(database: Database) -> None:
-    """Also behind a step that has not ended, and behind a load, whatever was there before."""
+    """Also after a step that has not ended, and after a load, whatever was there before."""
 
     def fill(session: Session, rows: Rows) -> None:
         sampler(session, "first", 0)

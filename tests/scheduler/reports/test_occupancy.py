@@ -1,4 +1,4 @@
-"""Who had the machines when, from what operations have kept of their times."""
+"""Which tenants had the machines when, from the times that operations have recorded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_others_are_one_unless_seen() -> None:
 
 
 def test_what_overlaps_never_exceeds_the_machine() -> None:
-    """Samples of many are computed at the same time; together they have no more than all of it."""
+    """The samples of many are computed at the same time; together they have no more than the whole machine."""
     shares = line(*(stretch("me" if n % 2 else "you", 0, 20, 0.5) for n in range(16)))
     assert [a + b for a, b in zip(shares["me"], shares["others"], strict=True)] == pytest.approx([1, 1, 0, 0])
 

@@ -41,8 +41,8 @@ def run_of(tenant: int) -> str:
 
 @dataclass
 class Played:
-    """A leader, trainers and clients. `batches`: of each client, (sequences, length); one begins `apart_s` after the
-    other."""
+    """A leader, trainers and clients. `batches`: (sequences, length) of each client; each begins `apart_s` after the
+    one before."""
 
     service: Service
     cluster: Cluster
@@ -54,7 +54,7 @@ class Played:
     _events: list[tuple[float, int, Callable[[], Awaitable[None]]]] = field(default_factory=list)
     _number: int = 0
     _seqs: Counter[int] = field(default_factory=Counter)
-    _sends_s: dict[int, float] = field(default_factory=dict)  # of each client, when its next request may come
+    _sends_s: dict[int, float] = field(default_factory=dict)  # when each client's next request may come
 
     def __post_init__(self) -> None:
         training = self.service.journal.training
@@ -101,7 +101,7 @@ class Played:
         await self.settled(link, *(Done(op.op_id) for op in pass_.ops), PassOver(1, 0, 1, 0.0), PullPass(["m"]))
 
     async def settled(self, link: Link, *messages: object) -> None:
-        """A trainer has said this, and the leader has done all that follows."""
+        """Wait until a trainer has said this, and the leader has done all that follows from it."""
         for message in messages:
             link.say(message)
         while not link._said.empty():  # noqa: ASYNC110
@@ -187,12 +187,12 @@ LOADS = {
     "many tenants": [(1, 64)] * 16,
     "uneven": [(1, 32), (1, 32), (1, 64), (1, 128), (2, 128), (2, 128)],
 }
-#: All that is large is created on one trainer.
+#: All large runs are created on one trainer.
 MOVED = [(2, 128), (1, 32)] * 3
 
 
 def both(folder: Path, batches: list[tuple[int, int]], cluster: Cluster, apart_s: float = 0.0) -> tuple[Played, Result]:
-    """Led by the service, and simulated."""
+    """The passes as the service's leader has them, and as the simulator does."""
 
     async def leading() -> Played:
         leader = Played(service_for(folder, len(batches)), cluster, batches, apart_s)
@@ -220,7 +220,7 @@ def test_the_same_clients_get_the_same_passes(
 
 
 def test_runs_move_alike(tmp_path: Path) -> None:
-    """But for the time that it takes to hand one over, which is not simulated."""
+    """Apart from the time that handing a run over takes, which is not simulated."""
     led, simulated = both(tmp_path, MOVED, replace(TIMES, trainers=2))
     assert led.desk.report()["moves"] > 0
     assert simulated.trainers.tokens == pytest.approx(led.done.tokens, rel=0.1)

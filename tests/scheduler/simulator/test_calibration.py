@@ -1,4 +1,4 @@
-"""A machine that is known, played and measured: calibration finds what it is."""
+"""Calibration finds the properties of a known machine, which is played and measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOTS = 8
 
 
 def timed(machine: Cluster, lengths: list[int]) -> Batch:
-    """A batch on the machine, as a client would time it: it also waits for the client's own turnaround."""
+    """The time of a batch on the machine as a client measures it, with the client's own turnaround."""
     load = Workload("batch", len(lengths), 1, prompt=0, lengths=lengths, trains=False, steps=1)
     result = Simulation(machine, [load]).run(float("inf"))
     return Batch(lengths, result.seconds, round(result.steps))
@@ -55,7 +55,7 @@ TIMES = {"pass_s": 0.012, "slice_s": 0.0015, "light_s": 0.0008, "pair_s": 5e-8}
 
 
 def works(machine: Cluster, noise: float = 0.0) -> list[Work]:
-    """What the machine takes for the loads; every other one is measured too long, and those between too short."""
+    """The machine's times for the loads; every other one is measured too long, and those between too short."""
     told = [(Work(counts[0], *counts), 1 + noise * (-1) ** place) for place, counts in enumerate(WORKS)]
     rate = machine.trained_tokens_per_s_per_gpu
     return [

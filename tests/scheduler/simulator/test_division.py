@@ -1,4 +1,4 @@
-"""How GPUs are divided: the arithmetic of docs/production.md, and divisions whose answer is plain."""
+"""How GPUs are divided: the arithmetic of docs/production.md, and divisions with an obvious answer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ OWNED = {
 
 @pytest.mark.parametrize(("name", "below_tokens"), [("30B-A3B", 34_000), ("235B-A22B", 44_000)])
 def test_owners_of_experts_take_what_the_page_says(tmp_path: Path, name: str, below_tokens: int) -> None:
-    """Eight runs, equal work for all owners."""
+    """Eight runs, with equal work for all owners."""
     shape, gpu = shape_of(config_card(name, folder_of(tmp_path, name)), 141 * GIB, slots=64), Gpu()
     owners = cluster_of(shape, gpu, trainers=1, ranks=8, replicas=1, slots=64, owned=shape.owned)
     gathering = cluster_of(shape, gpu, trainers=1, ranks=8, replicas=1, slots=64)
@@ -79,7 +79,7 @@ def test_owners_of_experts_take_what_the_page_says(tmp_path: Path, name: str, be
 
 
 def test_all_wait_for_the_busiest_owner() -> None:
-    """Half of the work of a token is of experts, and what travels of it takes 3 ms; 10 ms for the factors of a run."""
+    """Experts are half of a token's work, and sending its part takes 3 ms; 10 ms for the factors of a run."""
     owned = Owned(
         experts=8,
         ranks=2,
@@ -129,7 +129,7 @@ def test_what_a_model_needs_at_least(tmp_path: Path) -> None:
     assert needs["30B-A3B"].active_parameters == pytest.approx(3.0e9, rel=0.1)
 
 
-#: Of a model that fits one GPU, with two seconds of training for each second of sampling.
+#: A model that fits one GPU, with two seconds of training for each second of sampling.
 SMALL = Shape(10**9, 2 * 10**9, 10**9, 1000, ranks=1, gpus=1)
 
 

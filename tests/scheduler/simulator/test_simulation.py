@@ -1,4 +1,4 @@
-"""The simulator: closed forms where there are some, what the fair order promises where there are none."""
+"""The simulator gives the closed forms where there are some, and keeps what the fair order promises elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler.simulator.simulation import ByArrival, Simulation
 from scheduler.simulator.trainer import Work
 from scheduler.simulator.workloads import CHAT, FLOOD, REASONING, SMALL, TOOLS, Workload
 
-#: One token a second, whoever shares it; prompts and passes for nothing.
+#: One token a second, whoever shares it; prompts and passes take no time.
 PLAIN = Cluster(
     replicas=1, gpus_per_replica=1, slots=4, decode_s=1.0, decode_s_per_sequence=0.0, prefill_speed=1e12,
     ranks=1, trained_tokens_per_s_per_gpu=1e12, pass_s=0.0,
@@ -24,7 +24,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))]
 
 @pytest.mark.parametrize("gpus", [2, 3, 31, 32, 33, 256, 100_000])
 def test_a_cluster_has_no_more_gpus_than_are_given(gpus: int) -> None:
-    """It had a trainer beside generators that had taken all of them, and what it trained was of nobody's machine."""
+    """It had a trainer beside generators that took all GPUs, so training ran on nobody's machine."""
     for percent in range(1, 100):
         cluster = Cluster.of(gpus, percent / 100)
         assert (cluster.gpus, min(cluster.replicas, cluster.ranks) > 0) == (gpus, True), percent
@@ -85,7 +85,7 @@ BACKLOG = replace(FLOOD, groups=256, overlap=1, trains=False)
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_flood_holds_others_up_by_one_request_and_their_fair_share(seed: int) -> None:
-    """A group that is being placed when a chat comes goes first, whole; that is this queue's pass."""
+    """When a chat comes, a group that is being placed goes first, whole: that is this queue's pass."""
     cluster = Cluster.of(4)
     calm, flooded, by_arrival = (
         Simulation(cluster, loads, seed=seed, queue=queue).run(6 * 3600).waits_s("chat")
@@ -102,14 +102,14 @@ def test_a_flood_holds_others_up_by_one_request_and_their_fair_share(seed: int) 
     assert len(by_arrival) < 0.03 * len(calm)
 
 
-#: Passes' worth of data at once, again and again; and somebody who trains a little, now and then.
+#: Several passes of data at once, again and again; and a client that trains a little, now and then.
 TRAINS_MUCH = Workload("much", groups=64, overlap=7, samples=False)
 TRAINS_LITTLE = Workload("little", 1, 8, prompt=500, mean_tokens=1000, max_tokens=2000, think_s=60.0, samples=False)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_flood_of_training_holds_others_up_by_one_pass_and_their_fair_share(seed: int) -> None:
-    """From the moment data are at the trainer until the policy that has learned from them is saved."""
+    """From when the data reach the trainer until the policy that has learned from them is saved."""
     cluster = Cluster.of(32)
     calm, flooded, by_arrival = (
         sorted(
@@ -139,15 +139,15 @@ def test_weights_divide_a_full_cluster() -> None:
 
 
 def test_equal_floods_get_equal_shares_whatever_their_lengths() -> None:
-    """Requests are charged what they used: who asks for much and stops early is not held back."""
+    """Requests are charged what they used: a client that asks for much and stops early is not held back."""
     brief = replace(BACKLOG, mean_tokens=1500.0, sigma=0.3, prompt=0, groups=2048)
     wordy = replace(BACKLOG, mean_tokens=12_000.0, sigma=0.3, prompt=0)
     first, second = Simulation(Cluster.of(8), [brief, wordy]).run(6 * 3600).tenants
     assert first.sampled_tokens / second.sampled_tokens == pytest.approx(1, rel=0.1)
 
 
-def test_what_is_not_trained_yet_is_half_way() -> None:
-    """Ten tokens a second sampled, trained at once, eight steps; the ninth has four tokens when the time is over."""
+def test_sampled_tokens_that_are_not_trained_yet_are_half_way() -> None:
+    """Ten tokens a second are sampled and trained at once for eight steps; the ninth has four tokens at the end."""
     loop = Workload("loop", groups=2, group_size=1, prompt=0, lengths=(4, 10), overlap=0)
     result = Simulation(PLAIN, [loop]).run(85.0)
     assert (result.sampled_tokens, result.trained_tokens, result.half_way_tokens) == (8 * 14 + 4, 8 * 14, 4)

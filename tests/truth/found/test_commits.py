@@ -1,4 +1,4 @@
-"""What the model has found where a commit fails after its statements have run."""
+"""Faults that the model has found where a commit fails after its statements have run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.truth.search import Bench
 
 
 def test_a_run_that_came_with_an_operation_is_inserted_again(bench: Bench) -> None:
-    """The second attempt inserted the operation, and took the run for stored: its client was told that it exists, and
-    found nothing (number 770157)."""
+    """The second attempt inserted the operation but took the run for stored: its client was told that it exists, and
+    then found nothing (number 770157)."""
     program = (
         Create(0, seed=33, attn=False),
         Create(1, seed=10, attn=False, unembed=False, optimizer="dimuon"),

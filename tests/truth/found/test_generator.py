@@ -1,4 +1,4 @@
-"""What the model has found in samples."""
+"""Faults that the model has found in samples."""
 
 from __future__ import annotations
 

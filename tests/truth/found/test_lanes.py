@@ -1,4 +1,4 @@
-"""What the model has found in the order and the rebuilding of runs, each as a plain test."""
+"""Faults that the model has found in the order and the rebuilding of runs, each as a plain test."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from tests.scheduler.order.test_lanes import created, op, sent
 
 
 def test_a_run_that_is_set_aside_while_it_is_rebuilt_is_rebuilt_whole() -> None:
-    """Operation 1 was not answered when the server died, 2 was. On the way back the trainer cannot read 1 for a moment,
-    and holds the run as it was before it: without 2, which must come again behind 1."""
+    """When the server died, operation 2 was answered, but 1 was not. During the rebuild the trainer cannot read 1 for a
+    moment, and keeps the run as it was before 1: without 2, which must be replayed again after 1."""
     lane = created()
     backward, step = op(1), op(2, "optim_step")
     lane.arrive(backward), lane.arrive(step)

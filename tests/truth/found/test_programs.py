@@ -1,4 +1,4 @@
-"""What the model has found, as the smallest programs that showed it; `python -m tests.truth.soak` writes them."""
+"""Faults that the model has found, as the smallest programs that showed them; tests/truth/soak.py writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.truth.search import Bench
 
 
 def test_an_operation_of_two_passes_and_the_next_one_in_the_second(bench: Bench) -> None:
-    """The second operation took the place of the first, whose gradient of the first pass was lost: the next step had
+    """The second operation took the place of the first, whose gradient from the first pass was lost: the next step had
     a gradient of norm 259 instead of 303."""
     program = (
         Create(0, seed=24),
@@ -19,7 +19,7 @@ def test_an_operation_of_two_passes_and_the_next_one_in_the_second(bench: Bench)
 
 
 def test_a_request_that_takes_an_hour_is_sent_again_and_nothing_behind_it_fails(bench: Bench) -> None:
-    """What follows it is given up after ten minutes, if the server has had no other copy of it by then."""
+    """Operations behind it would be given up after ten minutes without a second copy of the request."""
     program = (Create(0, seed=32), ForwardBackward(0, Batch((6,), 37, "custom")))
     mishap = Mishap("server", 23, "is slow", 3600)
     bench.compare(program, Schedule(patient=False, seed=488, mishaps=(mishap,)))
@@ -27,7 +27,7 @@ def test_a_request_that_takes_an_hour_is_sent_again_and_nothing_behind_it_fails(
 
 
 def test_what_was_pending_before_a_restart_is_done_in_its_order(bench: Bench) -> None:
-    """A save was not answered, and the step behind it was: the run was rebuilt with the step, and then saved."""
+    """A save was unanswered, the step after it answered: the run was rebuilt with the step, then saved."""
     program = (
         Create(run=0, session=2, seed=40),
         Create(run=1, seed=43, optimizer="dimuon"),
@@ -65,15 +65,15 @@ def test_what_was_pending_before_a_restart_is_done_in_its_order(bench: Bench) ->
 
 
 def test_what_is_made_of_a_result_may_come_as_long_after_the_others_as_that_takes(bench: Bench) -> None:
-    """The second pass of a loss follows the first's result, for which the trainer took an hour. What had been sent
-    behind both was given up meanwhile."""
+    """The second pass of a loss is sent after the first's result, for which the trainer took an hour. The operations
+    that had been sent behind both were given up meanwhile."""
     program = (Create(run=0, session=1), TwoPass(run=0, batch=Batch(lengths=(23,), seed=43)))
     mishap = Mishap(role="trainer", at=4, kind="is slow", times=3600)
     bench.compare(program, Schedule(pass_tokens=100, patient=False, seed=427, mishaps=(mishap,)))
 
 
 def test_while_the_machine_stands_still_nothing_has_waited(bench: Bench) -> None:
-    """What had arrived before one that it follows was given up at once, when the machine went on after an hour."""
+    """After an hour's halt, what had arrived before an operation that it follows was given up at once."""
     program = (
         Create(run=0, session=2, seed=13),
         Create(run=1, session=2, rank=2, seed=14, attn=False),
@@ -91,7 +91,7 @@ def test_while_the_machine_stands_still_nothing_has_waited(bench: Bench) -> None
 
 
 def test_a_clock_that_is_set_a_day_ahead_gives_up_no_work_of_a_session_that_has_ended(bench: Bench) -> None:
-    """How long it had waited was told by that clock: a forward_backward accepted a moment before was given up."""
+    """Waiting times were read from that clock: a forward_backward was given up a moment after it was accepted."""
     program = (
         Create(run=0, session=2, seed=37),
         Create(run=1, seed=18),

@@ -1,4 +1,4 @@
-"""What the model has found in the order in which results become lasting."""
+"""Faults that the model has found in the order in which results become lasting."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_saves_under_one_name_are_settled_in_their_order(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The database refuses the first one's result for a moment. The second one must not become lasting before it: the
-    name would then be the older weights' for good."""
+    """The database refuses the first result for a moment. The second must not become lasting before it: the name would
+    then stay with the older weights for good."""
     monkeypatch.setattr(storing, "AGAIN_S", (0.02, 0.05))
 
     async def scenario() -> None:

@@ -86,7 +86,7 @@ def make_engine(request: pytest.FixtureRequest, decoder: Decoder) -> EngineFacto
 
 
 def until_read(engine: Engine) -> None:
-    """Wait for the adapters that are on their way: the next step has them."""
+    """Wait for the adapters that are being read: the next step has them."""
     assert isinstance(engine, TorchEngine)
     while engine._adapters.reading:
         engine._adapters.wait(60)
@@ -99,7 +99,7 @@ def spell(tokens: object, *, special: bool = True) -> str:
 
 
 def run(engine: Engine, *requests: GenerateRequest, max_steps: int = 2000) -> dict[str, Finished]:
-    """Everything the engine finishes, after adding `requests`, until it is idle."""
+    """Add `requests` and run until the engine is idle; returns everything that finishes."""
     for request in requests:
         engine.add(request)
     finished: dict[str, Finished] = {}

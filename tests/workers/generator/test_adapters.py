@@ -1,5 +1,5 @@
-"""Adapters are read beside the decoding: who waits for a read and who does not, in which order reads take effect, and
-what becomes of those that fail, are not needed any more, or are cut off."""
+"""Adapters are read while others decode: who waits for a read and who does not, in which order reads take effect, and
+what becomes of reads that fail, are no longer needed, or are cut off."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG = SamplingParams(max_tokens=30, seed=3, stop_at_eos=False)
 
 
 class SlowDisk:
-    """Reads as the engine does, but each read waits until it is let go on."""
+    """Reads as the engine does, but each read waits until the test lets it go on."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self._load, self._turns = engine._load, threading.Semaphore(0)
@@ -60,7 +60,7 @@ def engine(decoder: Decoder) -> Iterator[TorchEngine]:
 def disk(engine: TorchEngine) -> Iterator[SlowDisk]:
     disk = SlowDisk(engine)
     yield disk
-    disk.let(100)  # lest a test that fails hangs
+    disk.let(100)  # so that a failing test does not hang
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_others_go_on_while_one_waits_for_its_adapter(
 ) -> None:
     waits = ask("waits", 7, LONG, adapter="a0", adapter_folder=adapters["a0"], num_samples=2)
     first, second = ask("first", 5, LONG), ask("second", 9, LONG)
-    for request in (first, waits, second):  # the one that waits holds nobody up, before it or after
+    for request in (first, waits, second):  # the waiting request delays nobody, before it or after it
         engine.add(request)
     finished = steps(engine, 30)
     assert set(finished) == {"first", "second"}
@@ -113,7 +113,7 @@ def test_others_go_on_while_one_waits_for_its_adapter(
 def test_a_step_that_has_nothing_else_to_do_waits_for_the_read(
     engine: TorchEngine, disk: SlowDisk, adapters: dict[str, Path]
 ) -> None:
-    """No busy loop: each such step takes its pause, and an adapter that comes meanwhile is used at once."""
+    """No busy loop: each such step pauses, and an adapter that arrives meanwhile is used at once."""
     engine.add(ask("r", 5, LONG, adapter="a0", adapter_folder=adapters["a0"]))
     began = time.monotonic()
     assert not steps(engine, 10)
@@ -148,7 +148,7 @@ def test_old_weights_serve_until_the_new_ones_are_read(
     until_read(engine)
     finished = run(engine)
     assert spans(finished["runs"]) == [PolicySpan(1, 11), PolicySpan(2, 19)]
-    assert spans(finished["new"]) == [PolicySpan(2, 30)]  # it was added after the swap: it never sees the old ones
+    assert spans(finished["new"]) == [PolicySpan(2, 30)]  # it was added after the swap: it never sees the old weights
 
 
 def test_swaps_of_one_name_keep_their_order_and_the_last_wins(
@@ -249,8 +249,8 @@ def test_the_only_request_is_cancelled_while_its_adapter_is_read(
 def test_staleness_is_judged_by_the_weights_that_a_request_waits_for(
     engine: TorchEngine, disk: SlowDisk, versions: dict[int, Path]
 ) -> None:
-    """Each request's run moves on while its adapter is being read; or while it has no room yet, with newer weights on
-    their way, which it waits for."""
+    """Each request's run moves on while its adapter is being read, or while it has no room yet and newer weights, for
+    which it waits, are on their way."""
     engine.add(follower("fresh", versions[2], max_staleness=1))
     engine.add(follower("stale", versions[2], max_staleness=0))
     engine.run_moved("run", 3)
@@ -287,7 +287,7 @@ def test_close_ends_the_thread(engine: TorchEngine, disk: SlowDisk, adapters: di
 
 @pytest.fixture
 def cache(decoder: Decoder, tmp_path: Path) -> Iterator[AdapterCache]:
-    """Room for two adapters."""
+    """A cache with room for two adapters."""
     shape = AdapterShape(decoder.config, 2, True, False, False)
     size = 4 * shape.numel
     cache = AdapterCache(lambda folder: (Adapter.init(shape, seed=0), 3), lambda folder: size, max_bytes=2 * size)
@@ -352,7 +352,7 @@ def test_newer_weights_that_nobody_holds_are_read_when_somebody_does(cache: Adap
 def test_a_process_that_may_have_no_more_threads_does_not_serve(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It did, and the first read, which begins the thread, was taken for begun: its adapter never came."""
+    """It did serve, and the first read, which starts the thread, counted as begun: its adapter never came."""
 
     def refused(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -365,7 +365,7 @@ def test_a_process_that_may_have_no_more_threads_does_not_serve(
 def test_what_cannot_begin_to_be_read_fails_its_request_and_is_read_for_the_next(
     engine: TorchEngine, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It failed and was kept as well, so that the engine was never idle again, and who came next waited for ever."""
+    """It failed but was kept as well, so that the engine was never idle again, and later requests waited for ever."""
 
     def refused(*_: object) -> None:
         raise RuntimeError("not now")

@@ -1,4 +1,4 @@
-"""Whose adapters are in memory when not all fit: never more than may be, whoever asks, and nobody waits for ever."""
+"""Which adapters are in memory when not all fit: never more than the limit, whoever asks, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.model.decoder import Decoder
 from .conftest import run, until_read
 from .test_engine_contract import ask, same
 
-#: Of each tenant.
+#: Adapters of each tenant.
 NUMBER = 10
 
 
@@ -32,13 +32,13 @@ def shape(decoder: Decoder) -> AdapterShape:
 
 @pytest.fixture(scope="module")
 def small(shape: AdapterShape, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of two tenants, all of one size."""
+    """Adapters of two tenants, all of one size."""
     return {f"{tenant}{i}": made(shape, f"{tenant}{i}", tmp_path_factory) for tenant in "ab" for i in range(NUMBER)}
 
 
 @pytest.fixture(scope="module")
 def large(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of more than twice that size."""
+    """An adapter of more than twice that size."""
     return made(AdapterShape(decoder.config, 6), "large", tmp_path_factory)
 
 
@@ -52,7 +52,7 @@ def made(shape: AdapterShape, name: str, folders: pytest.TempPathFactory) -> Pat
 
 
 class Watched:
-    """An engine with room for `adapters` of a size; what its adapters really take is counted whenever one is read."""
+    """An engine with room for `adapters` of a size; the real size of its adapters is counted whenever one is read."""
 
     def __init__(self, decoder: Decoder, shape: AdapterShape, adapters: float, **options: int) -> None:
         self.size = 4 * shape.numel
@@ -76,7 +76,7 @@ class Watched:
         return loaded
 
     def until(self, *ids: str) -> dict[str, Finished]:
-        """Steps until these have ended."""
+        """Step until these have ended."""
         found: dict[str, Finished] = {}
         for _ in range(5000):
             if found.keys() >= set(ids):
@@ -99,13 +99,13 @@ Alone = Callable[[GenerateRequest], Finished]
 
 @pytest.fixture(scope="module")
 def alone(decoder: Decoder) -> Iterator[Alone]:
-    """What a request has in an engine with room for all, with nobody beside it."""
+    """The result of a request in an engine with room for all, with nobody beside it."""
     engine = TorchEngine(decoder, (), slots=32, context=96)
     yield lambda request: run(engine, request)[request.id]
     engine.close()
 
 
-def test_ten_adapters_at_once_where_two_fit(
+def test_ten_adapters_are_served_at_once_where_two_fit(
     decoder: Decoder, shape: AdapterShape, small: dict[str, Path], alone: Alone
 ) -> None:
     watched = Watched(decoder, shape, 2)
@@ -120,7 +120,7 @@ def test_ten_adapters_at_once_where_two_fit(
 def test_one_that_is_larger_than_all_there_is_comes_in_alone(
     decoder: Decoder, shape: AdapterShape, small: dict[str, Path], large: Path, alone: Alone
 ) -> None:
-    """And is not kept."""
+    """It is not kept afterwards."""
     watched = Watched(decoder, shape, 2)
     requests = [of("a0", small["a0"]), of("a1", small["a1"]), of("large", large), of("b0", small["b0"]), ask("base")]
     for request in requests:
@@ -139,7 +139,7 @@ def test_one_that_is_larger_than_all_there_is_comes_in_alone(
 def test_a_stream_of_small_ones_does_not_keep_a_large_one_waiting(
     decoder: Decoder, shape: AdapterShape, small: dict[str, Path], large: Path
 ) -> None:
-    """Nor do those that need nothing new: for the large one their adapters are released in the end."""
+    """Nor by those that need nothing new: in the end their adapters are released for the large one."""
     watched = Watched(decoder, shape, 4)
     for i in range(4):
         watched.engine.add(of(f"a{i}", small[f"a{i}"]))
@@ -161,7 +161,7 @@ def test_a_stream_of_small_ones_does_not_keep_a_large_one_waiting(
 
 
 def test_who_needs_nothing_new_goes_on(decoder: Decoder, shape: AdapterShape, small: dict[str, Path]) -> None:
-    """While a tenant's ten adapters wait for room, its oldest is emptied, and nobody else's."""
+    """While a tenant's ten adapters wait for room, its own oldest one is emptied, and nobody else's."""
     watched = Watched(decoder, shape, 3)
     watched.engine.add(of("b0", small["b0"], 80))
     for i in range(10):
@@ -169,7 +169,7 @@ def test_who_needs_nothing_new_goes_on(decoder: Decoder, shape: AdapterShape, sm
     until_read(watched.engine)
     watched.engine.step()
     assert watched.running == {"b0", "a0", "a1"}
-    assert watched.engine.free_slots >= 20  # those that wait for room are in nobody's way
+    assert watched.engine.free_slots >= 20  # those that wait for room delay nobody
     watched.engine.add(replace(of("b0", small["b0"]), id="b again"))
     watched.engine.add(replace(of("a1", small["a1"]), id="a1 again"))
     watched.engine.add(replace(of("a0", small["a0"]), id="a0 again"))
@@ -181,7 +181,7 @@ def test_who_needs_nothing_new_goes_on(decoder: Decoder, shape: AdapterShape, sm
 
 
 def test_the_next_is_whoever_has_had_least(decoder: Decoder, shape: AdapterShape, small: dict[str, Path]) -> None:
-    """A tenant's tenth adapter is not before another's first, which came later."""
+    """A tenant's tenth adapter is not before another tenant's first, though that came later."""
     watched = Watched(decoder, shape, 2)
     for i in range(10):
         watched.engine.add(of(f"a{i}", small[f"a{i}"]))
@@ -226,8 +226,8 @@ def test_newer_weights_of_one_in_use_wait_for_nobody(
 def test_random_crowds(
     decoder: Decoder, shape: AdapterShape, small: dict[str, Path], large: Path, tmp_path: Path, alone: Alone, seed: int
 ) -> None:
-    """With cancellations, damaged files, swaps of what is in use and of what is not, and few pages: all end, each with
-    the bits it has alone, and memory is kept to."""
+    """With cancellations, damaged files, swaps of used and unused adapters, and few pages: all requests end, each with
+    the bits that it gets alone, within the memory limit."""
     draw = chance(seed)
     swaps = draw.random() < 0.5
     watched = Watched(

@@ -23,7 +23,7 @@ from workers.model.lora.rows import LoraRows
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-#: Device, dtype of the base, and how far log-probabilities may be off.
+#: Device, dtype of the base, and how far log-probabilities may differ.
 TARGETS = [
     pytest.param("cpu", torch.bfloat16, 0.1, id="cpu-bfloat16"),
     pytest.param("cuda", torch.float32, 5e-3, id="cuda-float32", marks=on_gpu),

@@ -138,7 +138,7 @@ def test_no_tokens_but_the_prompts_logprobs(make_engine: MakeEngine) -> None:
     assert engine.free_slots == 8
 
 
-def test_seeds(make_engine: MakeEngine) -> None:
+def test_equal_seeds_give_equal_samples(make_engine: MakeEngine) -> None:
     sampling = SamplingParams(max_tokens=20, seed=5, stop_at_eos=False)
     first = run(make_engine(), ask("r", sampling=sampling, num_samples=3))["r"]
     assert same(first, run(make_engine(), ask("r", sampling=sampling, num_samples=3))["r"])

@@ -1,4 +1,4 @@
-"""Attention over paged keys and values, against the plain formula; and that company and place change no bit of it."""
+"""Attention over paged keys and values gives the plain formula's values; other rows and places change no bit."""
 
 import math
 
@@ -22,7 +22,7 @@ PAGES = 64
 
 @pytest.fixture(params=["native", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to attend."""
+    """Each of the two ways to attend."""
     if request.param == "torch":
         monkeypatch.setattr(decode_attend, "library", lambda source: None)
     return str(request.param)
@@ -37,7 +37,7 @@ def filled_cache(seed: int = 0, dtype: torch.dtype = torch.float32) -> KVCache:
 
 
 def table(sequences: list[int]) -> npt.NDArray[np.int32]:
-    """Scattered pages for sequences known by a number."""
+    """Scattered pages for sequences, each known by a number."""
     each = pages_of(CONTEXT)
     return np.array([[(n * each + i) * 17 % PAGES for i in range(each)] for n in sequences], dtype=np.int32)
 
@@ -91,7 +91,7 @@ def test_rows_reach_a_window_and_sinks(path: str, window: int, sinks: bool) -> N
 @pytest.mark.parametrize("start", [0, 64, 96])
 @pytest.mark.parametrize("reach", [ALL, Reach(20), Reach(64, torch.linspace(-3, 9, HEADS))], ids=["all", "20", "sinks"])
 def test_blocks_of_a_prompt_reach_as_far_as_rows(start: int, reach: Reach) -> None:
-    """And a block has the same bits whether those before it are computed with it or lie in the cache."""
+    """And a block has the same bits whether earlier ones are computed with it or are in the cache."""
     stop, pages = 150, table([0])[0].tolist()
     q, k, v = new_token(stop)
     whole, cache = filled_cache(), filled_cache()
@@ -146,7 +146,7 @@ def test_a_row_is_the_same_bit_for_bit_in_any_company(path: str, threads: int) -
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_latents_of_a_real_width_are_exact_in_any_company(path: str, threads: int) -> None:
-    """64 heads over one latent of 512 numbers and 64 that turn: the first 512 are the value too, and kept once."""
+    """64 heads over one latent of 512 numbers and 64 that turn: the first 512 are also the value, and are kept once."""
     wide, heads, generator = 512, 64, torch.Generator().manual_seed(1)
     q, latents = (torch.randn(4, n, wide + 64, generator=generator) for n in (heads, 1))
     positions, pages = [70, 3, 199, 64], table([0, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""The engine's contract with a model of latent attention, whose cache keeps latents: the tests of others, again."""
+"""The engine's contract with a model of latent attention, whose cache keeps latents: other tests, run again."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def adapters(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.mark.parametrize(("device", "dtype", "tolerance"), TARGETS)
 def test_other_dtypes_and_devices(tmp_path: Path, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Without experts, whose choice turns on less than bfloat16 has."""
+    """Without experts, whose choice depends on finer differences than bfloat16 has."""
     sampler_and_trainer_agree(reference(first_k_dense_replace=3), {}, tmp_path, device, dtype, tolerance)
 
 
 def test_in_bfloat16_experts_are_what_sampler_and_trainer_may_disagree_about(tmp_path: Path) -> None:
-    """Latents and heads round differently, and where two experts score nearly alike that decides. With the sampler's
-    routes replayed no token is further off than without experts."""
+    """Latents and heads round differently, which decides where two experts score nearly alike. With the sampler's
+    routes replayed no token differs more than without experts."""
     reference().save_pretrained(tmp_path)
     decoder, prompt = load_decoder(tmp_path, torch.bfloat16), tuple(range(3, 43))
     asked = GenerateRequest(
@@ -98,7 +98,7 @@ def test_in_bfloat16_experts_are_what_sampler_and_trainer_may_disagree_about(tmp
 
 
 def test_what_is_kept_of_a_token_is_its_latent(decoder: Decoder, tmp_path: Path) -> None:
-    """And that is what `weftd model check` says."""
+    """And `weftd model check` says the same."""
     pages = [p for p in kept(TorchEngine(decoder, (), slots=1, context=64)) if p.dtype.is_floating_point]
     latent, turning, layers = 40, 8, 3
     assert sum(page.numel() for page in pages) == 32 * layers * (latent + turning)

@@ -46,7 +46,7 @@ def engine(decoder: Decoder, **options: Any) -> TorchEngine:
 
 
 def crowd(adapters: dict[str, Path], seed: int) -> list[GenerateRequest]:
-    """Requests of several tenants, each with sampling parameters of its own, many of prompts that others have too."""
+    """Requests of several tenants, each with its own sampling parameters, many with prompts that others have too."""
     rng = np.random.default_rng(seed)
     found = []
     for n in range(16):
@@ -121,7 +121,7 @@ def special(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_in_a_tight_crowd_of_other_attention(
     special: Decoder, path: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where sequences are set aside, prompts come in pieces and pages are given back."""
+    """Sequences are set aside, prompts come in pieces, and pages are given back."""
     if path == "torch":
         monkeypatch.setattr(decode_attend, "library", lambda source: None)
     long = {"max_tokens": 60, "stop_at_eos": False, "stop_token_ids": (), "stop_strings": ()}
@@ -140,7 +140,7 @@ def test_in_a_tight_crowd_of_other_attention(
 
 @pytest.fixture(scope="module")
 def loops(decoder: Decoder) -> tuple[GenerateRequest, list[int]]:
-    """A request whose sample goes round in a circle, and its tokens."""
+    """A request whose sample repeats itself in a circle, and its tokens."""
     request = GenerateRequest("loops", repeating(2, 20), GREEDY)
     return request, run(engine(decoder), request)["loops"].sequences[0].tokens.tolist()
 
@@ -150,7 +150,7 @@ def test_a_circle_takes_a_fraction_of_the_steps(decoder: Decoder, loops: tuple[G
     tried = engine(decoder, lookup=8)
     assert run(tried, request)["loops"].sequences[0].tokens.tolist() == tokens
     counts = tried.stats()
-    assert counts.decode_steps + counts.accepted_tokens == len(tokens) - 1  # the first comes of the prefill
+    assert counts.decode_steps + counts.accepted_tokens == len(tokens) - 1  # the first comes from the prefill
     assert counts.decode_steps < len(tokens) / 2
 
 
@@ -176,7 +176,7 @@ def test_the_context_ends_within_a_draft(decoder: Decoder, loops: tuple[Generate
 
 
 def test_a_swap_between_two_steps(decoder: Decoder, tmp_path: Path) -> None:
-    """Keys and values of what was accepted are the old policy's, as they are of tokens drawn one by one."""
+    """Keys and values of accepted tokens are the old policy's, as with tokens drawn one by one."""
     for version in (0, 1):
         adapter = Adapter.init(AdapterShape(decoder.config, 4), seed=0, scale=1.0)
         noise = torch.randn(adapter.flat.shape, generator=torch.Generator().manual_seed(version))
@@ -185,7 +185,7 @@ def test_a_swap_between_two_steps(decoder: Decoder, tmp_path: Path) -> None:
     request = GenerateRequest("r", repeating(1, 20), GREEDY, adapter="mine", adapter_folder=tmp_path / "0")
 
     def swapped(at: int, most: int) -> tuple[Finished, int]:
-        """The result, with the other weights from the first step after so many tokens."""
+        """The result when the other weights come at the first step after so many tokens."""
         made = engine(decoder, lookup=most)
         made.add(request)
         until_read(made)
@@ -268,7 +268,7 @@ def test_recurrent_models_try_nothing(family: str, tmp_path: Path) -> None:
 
 
 def drafted(prompt: list[int], tokens: list[int], most: int) -> list[int]:
-    """With no token seen before these."""
+    """The draft for these tokens, when no earlier ones are known."""
     return Lookup(prompt, runs_of(prompt)).draft(tokens, most)
 
 

@@ -1,4 +1,4 @@
-"""Policies in flight: which version drew a token, swaps between steps, and the end of what has become too old."""
+"""Policies that move during sampling: which version drew a token, swaps between steps, and too old sequences."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def make(decoder: Decoder, slots: int = 6, **options: int) -> TorchEngine:
 
 
 def follower(id: str, versions: dict[int, Path], length: int = 5, **fields: object) -> GenerateRequest:
-    """A request of an inflight sampler of run "mine", which is at version 3."""
+    """A request to an inflight sampler of the run "mine", which is at version 3."""
     fields = {"sampling": LONG, "adapter": "inflight:mine", "adapter_folder": versions[3], "run": "mine", **fields}
     return ask(id, length, **fields)  # type: ignore[arg-type]
 
 
 def steps(engine: TorchEngine, count: int) -> dict[str, Finished]:
-    """What ends in so many steps, with all adapters there that have been asked for."""
+    """What ends within so many steps, once all requested adapters have been read."""
     until_read(engine)
     return {finished.id: finished for _ in range(count) for finished in engine.step()}
 

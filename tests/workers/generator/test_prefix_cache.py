@@ -1,4 +1,4 @@
-"""Prompts that begin alike: what is kept of them, and that nobody can tell from the numbers."""
+"""Prompts that begin alike: what is kept of them, and that no result shows it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def asking(id: str, tokens: tuple[int, ...], **fields: object) -> GenerateReques
 
 
 def equal(a: Finished, b: Finished) -> bool:
-    """Sequences and all that was asked of the prompt are equal bit for bit."""
+    """Sequences, and all that was asked about the prompt, are equal bit for bit."""
     pairs = [(a.prompt_logprobs, b.prompt_logprobs), (a.target_logprobs, b.target_logprobs)]
     if a.topk_prompt_logprobs is not None and b.topk_prompt_logprobs is not None:
         pairs += [(a.topk_prompt_logprobs.logprobs, b.topk_prompt_logprobs.logprobs)]

@@ -1,4 +1,4 @@
-"""What is asked about a prompt, against transformers."""
+"""What can be asked about a prompt, compared with transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE = SamplingParams(max_tokens=1, temperature=0)
 
 
 def expected(reference: Qwen3MoeForCausalLM, tokens: tuple[int, ...], temperature: float = 1.0) -> np.ndarray:
-    """Logprobs [prompt - 1, vocabulary] of what each token after the first could have been."""
+    """Logprobs [prompt - 1, vocabulary] of all tokens that could have been in each place after the first."""
     with torch.no_grad():
         logits_TV = reference(torch.tensor([tokens])).logits[0, :-1]
     result: np.ndarray = torch.log_softmax(logits_TV / temperature, -1).numpy()

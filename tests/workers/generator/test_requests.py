@@ -1,4 +1,4 @@
-"""What stop means on the wire, and that a body survives the way to the engine and back."""
+"""The forms of `stop` on the wire, and that a body survives the way to the engine and back."""
 
 from __future__ import annotations
 

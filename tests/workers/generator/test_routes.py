@@ -1,4 +1,4 @@
-"""Rollout routing replay: an engine tells which experts tokens were sent to, and training sends them there again."""
+"""Rollout routing replay: an engine reports the experts that computed each token, and training sends it to the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FREE_RUN = SamplingParams(max_tokens=24, seed=1, stop_at_eos=False)
 
 @contextmanager
 def other_routers() -> Iterator[None]:
-    """Routers whose scores round otherwise, so that near ties fall to other experts; their weights stay."""
+    """Routers whose scores round differently, so that near ties go to other experts; their weights stay the same."""
     real, generator = torch.topk, torch.Generator().manual_seed(9)
 
     def topk(scores: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -96,7 +96,7 @@ def test_without_noise_the_trainer_chooses_the_same(
 
 
 def test_routes_are_the_same_in_any_company(decoder: Decoder, adapters: dict[str, Path]) -> None:
-    """Alone, in a crowd and in pieces, behind a prefix-cache hit, as one of many, set aside for lack of room."""
+    """Alone, in a crowd, in pieces, after a prefix-cache hit, as one of many, and set aside for lack of room."""
 
     def engine(**options: int) -> TorchEngine:
         return TorchEngine(decoder, EOS, context=96, **{"slots": 8, **options})
@@ -126,8 +126,8 @@ def test_routes_are_the_same_in_any_company(decoder: Decoder, adapters: dict[str
         assert np.array_equal(sequence.routed_experts[: len(PROMPT)], alone.routed_experts[: len(PROMPT)])
 
 
-def test_prompts_of_those_who_do_not_ask_are_not_taken_up(decoder: Decoder, adapters: dict[str, Path]) -> None:
-    """Nobody recorded where they went."""
+def test_cached_prompts_without_routes_are_computed_again(decoder: Decoder, adapters: dict[str, Path]) -> None:
+    """Their routes were not recorded."""
     engine = TorchEngine(decoder, EOS, slots=4, context=96)
     plain = ask("plain", adapters, return_routed_experts=False)
     run(engine, plain)

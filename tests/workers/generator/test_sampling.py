@@ -1,4 +1,4 @@
-"""Sampling against closed forms: what is kept, what is drawn, and what is reported."""
+"""Sampling by closed forms: which tokens are kept, which is drawn, and what is reported."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_truncate_keeps(top_k: int, top_p: float, tokens: set[int]) -> None:
 
 @pytest.mark.parametrize(("top_p", "count"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.5 + 1e-9, 3)])
 def test_top_p_at_an_exact_tie_keeps_the_smallest_prefix(top_p: float, count: int) -> None:
-    """Four tokens of one quarter each: two reach one half, and a third would be beyond it. Equals rank by id."""
+    """Four tokens of one quarter each: two reach one half, a third would be beyond it. Equals rank by id."""
     equals = torch.zeros(1, 4)
     logprobs_CK, ids_CK = truncate(equals, equals, torch.tensor([4]), torch.tensor([top_p], dtype=torch.float64))
     assert ids_CK.tolist() == [[0, 1, 2, 3]]
@@ -73,7 +73,7 @@ def test_top_p_of_equal_tokens_keeps_as_many_as_reach_it(size: int) -> None:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1e6])
 def test_neighbours_that_round_to_one_logprob_rank_by_their_logits(temperature: float) -> None:
-    """With top_k 1 the greedy token is drawn, and it is the first of the likeliest, of a prompt's position too."""
+    """With top_k 1 the greedy token is drawn; it is also the first of the likeliest, at a prompt's position too."""
     logits = torch.zeros(3, 32_000)
     logits[:, 5], logits[:, 900] = 0.01, math.nextafter(0.01, 1) + 1e-9
     assert len(torch.log_softmax(logits[0], -1)[[5, 900]].unique()) == 1 < len(logits[0, [5, 900]].unique())

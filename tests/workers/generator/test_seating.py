@@ -1,4 +1,4 @@
-"""Room in the KV cache: short sequences take little of it, and setting others aside changes no bit of anything."""
+"""Room in the KV cache: short sequences take little of it, and setting others aside changes no bit of any result."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_preemption_changes_no_bit(
 def test_pages_that_cannot_be_copied_cost_their_own_request_alone(
     decoder: Decoder, adapters: dict[str, Path], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For want of memory, to make room for a higher priority or to grow: it is given out again, and others go on."""
+    """Without memory to make room for a higher priority, or to grow: it is given out again, and others go on."""
     move, moves = getattr(KVCache, way), 0
 
     def short(*arguments: Any) -> Any:
@@ -82,7 +82,7 @@ def test_pages_that_cannot_be_copied_cost_their_own_request_alone(
 def test_alone_and_in_a_tight_crowd_that_swaps_and_prefills_in_pieces(
     decoder: Decoder, adapters: dict[str, Path]
 ) -> None:
-    """Everything at once, against the same request with the engine to itself."""
+    """Everything at once, compared with the same request when it has the engine to itself."""
     request = ask("mine", 70, SamplingParams(max_tokens=60, seed=5, stop_at_eos=False), num_samples=2, adapter="a1",
                   adapter_folder=adapters["a1"])  # fmt: skip
     alone = run(make(decoder), request)["mine"]
@@ -158,7 +158,7 @@ def test_free_slots_are_those_that_space_is_left_for(decoder: Decoder) -> None:
     engine.add(ask("a", 100, SamplingParams(max_tokens=60, stop_at_eos=False), num_samples=1))
     assert engine.free_slots == 4
     engine.step()
-    assert engine.free_slots == 1  # as the one that is here takes four
+    assert engine.free_slots == 1  # as the present one takes four
     engine.cancel("a")
     assert engine.free_slots == 6
 
@@ -178,7 +178,7 @@ def test_cancelling_what_is_set_aside_frees_it(decoder: Decoder) -> None:
 
 
 def test_five_hundred_in_flight(decoder: Decoder, adapters: dict[str, Path]) -> None:
-    """All of them wait at once for 32 slots in little space; each gets what it gets alone."""
+    """All of them wait at once for 32 slots in little space; each gets the result that it gets alone."""
     requests = [
         ask(f"r{i}", 3 + i % 40, SamplingParams(max_tokens=2 + i % 3, seed=i, stop_at_eos=False),
             adapter=f"a{i % 4}", adapter_folder=adapters[f"a{i % 4}"], priority=i % 2)

@@ -36,7 +36,7 @@ SAMPLED = SamplingParams(max_tokens=62, seed=4, stop_at_eos=False)
 
 @pytest.fixture(scope="module", params=["qwen3-next", "nemotron-h"])
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    """Whose states are as large as the keys and values of several blocks, as they are in published models."""
+    """A model whose states are as large as the keys and values of several blocks, as in published models."""
     delta = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
     sizes = {"qwen3-next": delta, "nemotron-h": {"ssm_state_size": 64, "mamba_head_dim": 64}}[request.param]
     return ours(reference(request.param, vocab_size=97, **sizes), tmp_path_factory.mktemp("hybrid"))

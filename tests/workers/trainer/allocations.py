@@ -1,4 +1,4 @@
-"""Memory that runs out at a chosen tensor."""
+"""Memory runs out at a chosen tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 
 
 
 class Allocations(TorchDispatchMode):
-    """Of the tensors that are made in it, so many find no memory, from the `first` on, counted from 1."""
+    """Of the tensors that are made within it, so many find no memory, from the `first` on, counted from 1."""
 
     def __init__(self, first: int, refusals: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Failing(TorchDispatchMode):
-    """The operator of this name raises in it."""
+    """Within it the operator of this name raises."""
 
     def __init__(self, name: str, error: Exception) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -54,8 +54,8 @@ SHORT_CALLS = 30
 
 @contextmanager
 def short_steps(most: int) -> Iterator[Counter[str]]:
-    """Somewhere in a call that updates runs memory runs out, but for every so manyth call, and for those after
-    SHORT_CALLS; 0: there always is some."""
+    """Memory runs out somewhere in calls that update runs, except in one of so many (0: it never does), and in those
+    after SHORT_CALLS."""
     counts, call = Counter[str](), stepping._call
 
     def short(due: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One tiny random mixture-of-experts model, and benches on it."""
+"""One tiny random mixture-of-experts model, and benches for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decoder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
 
 @pytest.fixture
 def make_bench(decoder: Decoder, tmp_path: Path) -> Callable[..., Bench]:
-    """Benches with separate blobs, for worlds to compare."""
+    """Makes benches with separate blobs, to compare with each other."""
     count = iter(range(100))
     return lambda **settings: Bench(decoder, tmp_path / f"world{next(count)}", **settings)
 

@@ -86,7 +86,7 @@ def for_loss(data: list[ArrayDatum], loss_fn: str) -> list[ArrayDatum]:
 
 
 class Bench:
-    """One trainer with its blobs. `ops` are made by the methods named after their kind and executed by `go`."""
+    """One trainer with its blobs. `ops` are made by the methods named after their kind, and executed by `go`."""
 
     def __init__(self, decoder: Decoder, root: Path, **bounds: int) -> None:
         self.blobs = FolderBlobs(root)
@@ -153,7 +153,7 @@ class Bench:
         return {done.op_id: done for done in dones}
 
     def ok(self, *ops: TrainOp) -> dict[str, Done]:
-        """As `go`, and all must have succeeded."""
+        """As `go`, and all operations must have succeeded."""
         dones = self.go(*ops)
         for done in dones.values():
             assert done.failure is None, done.failure
@@ -178,7 +178,7 @@ def replayed(op: TrainOp) -> TrainOp:
 
 
 def output(done: Done) -> tuple[list[np.ndarray[Any, Any]], dict[str, float]]:
-    """Logprobs per datum, and the metrics."""
+    """The logprobs of each datum, and the metrics."""
     outputs, metrics = decode_train_output(done.payload)
     return [fields["logprobs"] for fields in outputs], metrics
 

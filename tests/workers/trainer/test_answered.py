@@ -1,4 +1,4 @@
-"""What was accepted and answered is repeated, though it would be refused by now: rules change with versions."""
+"""Accepted and answered operations are replayed even if they would be refused by now: rules change with versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Uploaded losses: traced by the official SDK, run by us, equal to what the SDK computes itself; and hostile graphs."""
+"""Uploaded losses, traced by the official SDK and run by us, equal what that computes itself; and hostile graphs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def traced(name: str) -> tuple[LossHandle, CustomLoss]:
 
 
 def stored(handle: LossHandle) -> CustomLoss:
-    """Through the JSON of the request, which drops nulls, and the blob."""
+    """The loss after its way through the JSON of the request, which drops nulls, and the blob."""
     graph = json.loads(encode_graph(handle).model_dump_json(exclude_none=True))
     pairs = [(item.name, item.rank) for item in handle.inputs]
     parse_custom_loss(handle.name, pairs, graph)
@@ -167,7 +167,7 @@ def of_an_index(logprobs, advantages, q):
 
 @pytest.mark.parametrize("fn", [detached, of_the_data, of_an_index])
 def test_a_loss_without_a_gradient_is_named(bench: Bench, fn: Callable[..., Any]) -> None:
-    """It trained nothing, and said nothing of it."""
+    """Such a loss trained nothing, and nobody was told."""
     upload(bench, trace_loss(fn, {"logprobs": 1, "advantages": 1, "q": 1}, "s"), "s:loss:0")
     data = rl_data([5], seed=1)
     data[0].inputs["q"] = data[0].inputs["logprobs"]
@@ -381,7 +381,7 @@ def test_hostile_graphs_fail_before_they_cost_anything(name: str) -> None:
 
 
 def growing(first: Any) -> dict[str, Any]:
-    """Tuples of four times the one before."""
+    """A graph of tuples, each four times as large as the one before."""
     grown = [
         node("call_function", f"t{i + 1}", "operator.add", {"tuple": [ref(f"t{i}")] * 2}, {"tuple": [ref(f"t{i}")] * 2})
         for i in range(40)

@@ -1,4 +1,4 @@
-"""What is foretold of an uploaded loss, against what torch then makes: every operation of the list, in every form."""
+"""Sizes predicted for an uploaded loss are those that torch then makes: every operation listed, in every form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INPUTS: dict[str, torch.Tensor] = {
     "m": torch.tensor([[True, False, True, False], [True, True, False, False], [False, False, True, True]]),
 }
 RANKS = {name: tensor.ndim for name, tensor in INPUTS.items()}
-#: What is tried for each kind of parameter. Tensors come as references.
+#: The values that are tried for each kind of parameter. Tensors come as references.
 TRIED: dict[str, list[Any]] = {
     "x": [{"ref": name} for name in ("x", "v", "s", "i", "j", "m")],
     "n": [2, 0.5],
@@ -71,7 +71,7 @@ def arguments(form: Form) -> list[tuple[list[Any], dict[str, Any]]]:
 
 
 def graph(op: str, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The call, and a loss beside it that is always possible."""
+    """A graph of the call, with a loss beside it that is always possible."""
     places = [{"op": "placeholder", "name": name, "target": name, "args": [], "kwargs": {}} for name in INPUTS]
     out = {"tuple": [{"ref": "loss"}, {"dict": {}}]}
     return {
@@ -88,7 +88,7 @@ def graph(op: str, target: str, args: list[Any], kwargs: dict[str, Any]) -> dict
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("op", "name", "form"), CALLS, ids=[f"{op}-{name}-{form.rule}" for op, name, form in CALLS])
 def test_sizes_are_those_that_torch_gives(op: str, name: str, form: Form) -> None:
-    """`run_custom_loss` refuses a result that is another than planned; and some way to call it must work."""
+    """`run_custom_loss` refuses a result of another size than planned; and some way to call the operation must work."""
     said: list[str] = []
     for args, kwargs in arguments(form):
         loss = parse_custom_loss("loss", list(RANKS.items()), graph(op, name, args, kwargs))

@@ -1,4 +1,4 @@
-"""The trainer with a bfloat16 base, and on a GPU: the same as in float32 on the CPU, as near as the base allows."""
+"""The trainer with a bfloat16 base, and on a GPU: as in float32 on the CPU, as nearly as the base allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.model.decoder import Decoder
 
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-#: Device, dtype of the base, and how far log-probabilities may be off.
+#: Device, dtype of the base, and how far log-probabilities may differ.
 TARGETS = [
     pytest.param("cpu", torch.bfloat16, 0.15, id="cpu-bfloat16"),
     pytest.param("cuda", torch.float32, 5e-3, id="cuda-float32", marks=on_gpu),

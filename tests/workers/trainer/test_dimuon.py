@@ -1,4 +1,4 @@
-"""Against the singular value decomposition; alone against together; saved, resumed and not mixed with AdamW."""
+"""Dimuon against the singular value decomposition; alone and together; saved, resumed, and not mixed with AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports made by the trainer, and going on from what was saved."""
+"""Exports that the trainer has made, and training that goes on from saved states."""
 
 from __future__ import annotations
 

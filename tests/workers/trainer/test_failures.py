@@ -21,7 +21,7 @@ def spoilt(field: str, value: float):
 
 
 def beside_a_neighbour(bench: Bench, *ops_of_a, clean_world: Bench):
-    """Execute ops of run a beside a neighbour's, and check that the neighbour got what it gets without them."""
+    """Execute ops of run a beside a neighbour's, and check that the neighbour gets what it gets without them."""
     work = [b.fb("n", ce_data([20, 3], seed=8)) for b in (bench, clean_world)]
     clean = clean_world.ok(work[1], clean_world.optim("n"))
     done = bench.go(*ops_of_a, work[0], bench.optim("n"))
@@ -62,7 +62,7 @@ def test_bad_values_fail_their_operation_only(worlds, field: str, value: float, 
     assert failure.category == "user"
     assert any(word in failure.message for word in words.split("|"))
     assert done[bad.op_id].payload == b""
-    # What was refused costs nothing; what was computed and came to nothing by its data's doing is billed.
+    # A refused operation costs nothing; one that was computed, and failed because of its data, is billed.
     assert done[bad.op_id].facts == ({"tokens": sum(len(datum.tokens) for datum in data)} if value == 3e38 else {})
     assert torch.equal(bench.run("a").grad.flat, before)
     bench.ok(bench.fb("a", ce_data([4], seed=9)), bench.optim("a", knows=bad.seq))
@@ -151,8 +151,8 @@ def test_all_slices_of_a_bad_operation_give_one_failure(worlds) -> None:
     assert done[last.op_id].failure.category == "user"
 
 
-def test_exception_in_a_shared_microbatch_fails_the_guilty_one(worlds, monkeypatch) -> None:
-    """Also when it comes after gradients were added, and with slices of earlier passes to restore."""
+def test_an_exception_in_a_shared_microbatch_fails_only_the_guilty_operation(worlds, monkeypatch) -> None:
+    """Also if it is raised after gradients were added, and with slices of earlier passes to restore."""
     bench, clean = worlds
     whole = [b.fb("a", ce_data([9, 30, 4], seed=5)) for b in worlds]
     clean.ok(whole[1])
@@ -170,7 +170,7 @@ def test_exception_in_a_shared_microbatch_fails_the_guilty_one(worlds, monkeypat
 
 
 def _raise_in_backward(decoder, parts, *, trains):
-    """As a failure half way through the backward: arenas spoilt, no results added."""
+    """Fail half-way through the backward: arenas are spoilt, and no results added."""
     if any(part.progress.op.run_id == "g" for part in parts):
         for part in parts:
             part.progress.grad.flat.add_(1.0)

@@ -1,4 +1,4 @@
-"""What a run gets is bit for bit the same: alone or in a crowd, in one slice or many, at once or over passes."""
+"""A run's results have the same bits: alone or in a crowd, in one slice or many, at once or over passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def loss(run: str) -> str:
 
 
 def train(bench: Bench, runs: str, steps: int = 4) -> dict[str, list[np.ndarray]]:
-    """All runs together; the logprobs of every step by run."""
+    """Train all runs together; returns the logprobs of every step by run."""
     bench.ok(*(bench.create(run, RANKS[run], **TARGETS.get(run, {})) for run in runs))
     seen: dict[str, list[np.ndarray]] = {run: [] for run in runs}
     for step in range(steps):

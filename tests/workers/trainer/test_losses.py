@@ -14,7 +14,7 @@ from workers.trainer.metrics import Measure, merge_measures, metric_values
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tinker_losses.json").read_text())
 CLIPPING = sorted(name for name, spec in LOSSES.items() if clip_of(spec))
 RATIO_LOSSES = sorted(set(LOSSES) - {"cross_entropy"})
-#: Besides what has the factor A, these have a pull towards the sampler.
+#: Beside terms with the factor A, these have a pull towards the sampler.
 QUADRATIC = ["dro", "stable_reinforce"]
 
 
@@ -316,7 +316,7 @@ def test_metrics_of_ratios_beyond_float32_are_numbers(loss_fn: str, log_ratio: f
 
 
 def test_a_small_mismatch_is_told_to_its_digits() -> None:
-    """r - 1 - log r is some log^2 / 2, which float32 loses beside 1."""
+    """r - 1 - log r is nearly log^2 / 2, which float32 loses beside 1."""
     lp_P, inputs = rl([-1.0, -1.0], [-1.0 + 2**-13, -1.0 - 2**-13], [1.0, 1.0])
     metrics = metric_values(LOSS_FUNCTIONS["importance_sampling"](lp_P, inputs, {})[1])
     assert metrics["mismatch_kl:mean"] == pytest.approx(2**-27, rel=1e-6)

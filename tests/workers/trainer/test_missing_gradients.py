@@ -19,7 +19,7 @@ def overflowing(bench: Bench) -> TrainOp:
 
 
 def begun(bench: Bench) -> list[torch.Tensor]:
-    """A run that has momentum, and a gradient; its arenas."""
+    """A run with momentum and a gradient; its arenas."""
     bench.ok(bench.create("r"), bench.fb("r", ce_data([9], seed=1)), bench.optim("r"))
     bench.ok(bench.fb("r", ce_data([7], seed=2)))
     return [part.clone() for part in arenas(bench.run("r"))]
@@ -70,7 +70,7 @@ def test_weights_that_are_loaded_take_its_place(bench: Bench) -> None:
 
 
 def test_a_replay_is_what_it_was(bench: Bench) -> None:
-    """What is repeated was taken; that something before it now fails says nothing of it."""
+    """A step that is repeated was taken before; that something before it now fails does not change that."""
     begun(bench)
     bench.go(overflowing(bench), replayed(bench.optim("r")))
     assert bench.run("r").step == 2

@@ -129,7 +129,7 @@ def test_a_trainer_that_lives_for_one_slice_at_a_time_gets_there(
 
 @pytest.mark.usefixtures("saves_often")
 def test_what_is_half_done_is_forgotten_when_another_operation_comes(bench: Bench) -> None:
-    """It failed after all: it is not repeated, and the next operation begins on the run as it was."""
+    """It failed after all, so it is not repeated, and the next operation begins on the run as it was."""
     bench.ok(bench.create("a"), bench.fb("a", SECOND))
     bench.go(again(sliced(bench.fb("a", FIRST), 1)[0]))
     snapshot = bench.snapshots[-1]
@@ -186,7 +186,7 @@ def test_runs_that_take_long_to_save_are_not_saved_most_of_the_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seen on a GPU: four runs of 6 GB each were saved again and again while they were rebuilt. Here a save takes a
-    second, and a step nothing."""
+    second, and a step no time."""
     clock = SimpleNamespace(now=time.monotonic())
 
     def slow(*args: Any) -> None:
@@ -210,7 +210,7 @@ def asides(bench: Bench) -> list[SetAside]:
 
 
 def test_a_replay_that_fails_leaves_no_run_behind(bench: Bench) -> None:
-    """A body cut short: what follows it is neither computed nor answered."""
+    """A body is cut short: operations after it are neither computed nor answered."""
     history = [bench.create("a"), bench.fb("a", FIRST), bench.optim("a"), bench.fb("a", SECOND), bench.optim("a")]
     bench.ok(*history)
     bench.restart()

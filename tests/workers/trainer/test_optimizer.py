@@ -1,4 +1,4 @@
-"""Against torch.optim.AdamW with clip_grad_norm_, and alone against together."""
+"""AdamW against torch.optim.AdamW with clip_grad_norm_, and alone against together."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_with_the_least_eps_a_weight_moves_by_no_more_than_the_learning_rate(bet
 
 
 def test_with_the_least_eps_a_weight_without_a_gradient_stays() -> None:
-    """A smaller one is 0 to the kernel, and 0 / 0 the weight."""
+    """A smaller eps is 0 to the kernel, and 0 / 0 the weight."""
     step = Step(Adam(eps=LEAST_EPS), *(torch.zeros(4) for _ in range(4)), step=0)
     step_many([step])
     assert step.weights.tolist() == [0.0] * 4

@@ -46,7 +46,7 @@ class Allocator:
 
 
 def a_pass(bench: Bench) -> dict[str, bytes]:
-    """Three runs with a few slices each, and a forward; the results in order."""
+    """Three runs with a few slices each, and a forward; returns the results in order."""
     bench.ok(*(bench.create(run_id) for run_id in "abc"))
     first, *rest = sliced(bench.fb("a", ce_data([20, 9, 14, 3, 8], 1)), 1, 2, 3, 4)
     bench.ok(first)
@@ -125,7 +125,7 @@ def test_idle_runs_make_room_first(make_bench: Callable[..., Bench], monkeypatch
 def test_a_new_run_has_idle_ones_make_room(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """And where that is not enough it waits: what was lost with a trainer must not end for want of memory."""
+    """Where that is not enough it waits: a run lost with its trainer must not end for want of memory."""
     bench, room = make_bench(), 2
     bench.ok(bench.create("a"), bench.create("b"))
     real = runs_arena.Arena
@@ -152,7 +152,7 @@ def test_a_new_run_has_idle_ones_make_room(
 def test_a_run_whose_weights_find_no_memory_waits(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """It is not broken for good, for there may be some later."""
+    """It is not broken for good, since there may be memory later."""
     bench = make_bench()
 
     def refuse(*_: Any, **__: Any) -> Any:
@@ -193,7 +193,7 @@ def test_a_trainer_of_less_memory_breaks_no_run(
 def test_a_run_that_is_half_restored_leaves_its_memory(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Of which the gradient of an open operation finds no place, or cannot be read."""
+    """The gradient of an open operation finds no memory, or cannot be read."""
     bench = make_bench()
     create, step = bench.create("a"), bench.fb("a", ce_data([5], 7))
     first, second = sliced(bench.fb("a", ce_data([6, 4], 1)), 1)
@@ -255,7 +255,7 @@ def test_what_counts_as_out_of_memory() -> None:
 
 
 class Room:
-    """Memory for the states of so many runs on the machine, whatever the trainer's budget is."""
+    """The machine has memory for the states of so many runs, whatever the trainer's budget is."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bench: Bench, error: Exception = ERRORS[0]) -> None:
         self.runs, real = 99, runs_arena.Arena
@@ -269,7 +269,7 @@ class Room:
 
 
 def paged_out(bench: Bench, runs: str = "abc") -> None:
-    """These runs, with a gradient each, are on the disk, and their memory is the machine's."""
+    """These runs, with a gradient each, are on the disk, and their memory is free."""
     bench.ok(*(bench.create(run_id) for run_id in runs))
     bench.ok(*(bench.fb(run_id, ce_data([5], 7)) for run_id in runs))
     bench.trainer.residency.squeeze()
@@ -280,7 +280,7 @@ def paged_out(bench: Bench, runs: str = "abc") -> None:
 def test_runs_that_come_back_have_others_make_room(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, error: Exception, room: int
 ) -> None:
-    """Also those that are in the same pass, and those that are to be saved."""
+    """Also those in the same pass, and those that are to be saved."""
     ample, short = make_bench(snapshot_every_tokens=1), make_bench(snapshot_every_tokens=1)
     for bench in (ample, short):
         paged_out(bench)
@@ -299,7 +299,7 @@ def test_runs_that_come_back_have_others_make_room(
 def test_a_run_that_cannot_come_back_waits(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The trainer goes on, nobody is told that anything failed, and the run is what it was when its turn comes."""
+    """The trainer goes on, nobody is told of a failure, and the run is as it was when its turn comes."""
     ample, short = make_bench(), make_bench()
     for bench in (ample, short):
         paged_out(bench)
@@ -420,7 +420,7 @@ def test_a_run_that_did_not_come_is_forgotten_like_any(
 def test_runs_that_are_saved_as_the_trainer_leaves_make_room(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is none, the journal has what is not saved."""
+    """If there is no memory, the journal has what is not saved."""
     bench = make_bench()
     paged_out(bench)
     room = Room(monkeypatch, bench)

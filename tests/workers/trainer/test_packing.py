@@ -1,4 +1,4 @@
-"""Parts and microbatches: nothing lost, nothing reordered, the cap kept, the cuts a slice's own affair."""
+"""Parts and microbatches: nothing is lost or reordered, the cap is kept, and a slice's cuts depend on it alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store of pages: in the host's memory, then in files; what is read is what was put last."""
+"""The store of pages, in the host's memory and then in files: what is read is what was put there last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are paged out and in are bit for bit those that always stayed, whatever is in the memory they get."""
+"""Runs that are paged out and in have the bits of runs that always stay, whatever is in the memory they get."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assert_same(paged: Bench, whole: Bench, run_id: str) -> None:
 
 
 def some_work(bench: Bench, run_id: str, optimizer: str, rng: random.Random) -> list[TrainOp]:
-    """One visit of a run: it trains, gathers a gradient for later, or only looks."""
+    """One visit to a run: it trains, accumulates a gradient for later, or is only read."""
     data = ce_data([rng.randint(1, 6)], seed=rng.randrange(10**6))
     step = bench.dimuon if optimizer == "dimuon" else bench.optim
     match rng.randrange(4):
@@ -218,7 +218,7 @@ class World(RuleBasedStateMachine):
             bench.ok(*make(bench))
 
     def finish(self, run_id: str) -> None:
-        """An operation that has begun comes to its end before the next."""
+        """Finish a begun operation before the next one."""
         for paged, whole in self.slices.pop(run_id, []):
             self.paged.ok(paged)
             self.whole.ok(whole)

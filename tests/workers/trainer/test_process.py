@@ -47,7 +47,7 @@ class Worker:
 
     @contextmanager
     def until_killed(self) -> Iterator[Worker]:
-        """It is killed at the end, if not before."""
+        """The process is killed at the end, if not before."""
         try:
             yield self
         finally:
@@ -75,13 +75,13 @@ class Worker:
 
 @pytest.fixture
 def bench(decoder: Decoder, tmp_path: Path) -> Bench:
-    """Only to make operations in the worker's blob store."""
+    """Only makes operations in the worker's blob store."""
     return Bench(decoder, tmp_path / "data" / "blobs")
 
 
 @pytest.fixture
 def bounds() -> TrainerBounds:
-    """What the worker is told; a test may have others."""
+    """The bounds that the worker is told; a test may set others."""
     return TrainerBounds(resident_bytes=MEMORY)
 
 
@@ -125,7 +125,7 @@ def test_exits_when_the_server_is_gone(worker: Worker) -> None:
 
 
 def ready(bench: Bench, worker: Worker) -> None:
-    """There is a run `a`."""
+    """Create the run `a` in the worker, and wait until that is done."""
     assert worker.recv() == PULL
     worker.send(Pass(1, MODEL, [bench.create("a")]))
     assert isinstance(worker.recv(), Done)

@@ -1,4 +1,4 @@
-"""Checkpoints, snapshots and replay: whichever way a run comes back, it is bit for bit what it was."""
+"""Checkpoints, snapshots and replay: a run comes back with the bits that it had, whichever way."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_snapshot_after_enough_tokens_then_replay_of_the_rest(make_bench) -> Non
 
 
 def test_what_came_from_a_checkpoint_is_snapshot_at_once(bench: Bench) -> None:
-    """Its source may be deleted by its owner at any time."""
+    """The owner may delete the source at any time."""
     bench.ok(bench.create("a"), save(bench, "a", "w/x"), bench.create("b", source_ref="w/x"))
     assert [s.run_id for s in bench.snapshots] == ["b"]
     bench.ok(load(bench, "a", "w/x"))

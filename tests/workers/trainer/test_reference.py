@@ -22,7 +22,7 @@ ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight
 
 
 class Alone:
-    """Local training of one run: autograd through merged weights, torch.optim.AdamW."""
+    """Trains one run locally: autograd through merged weights, torch.optim.AdamW."""
 
     def __init__(self, model: Any, start: Adapter) -> None:
         self.model, self.start = model, start

@@ -1,4 +1,4 @@
-"""Rollout routing replay: data that say which experts their tokens must choose."""
+"""Rollout routing replay: data that prescribe the experts of their tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_routes(data: list[ArrayDatum], routes: list[np.ndarray[Any, Any]]) -> l
 
 
 def routes_of(decoder: Decoder, data: list[ArrayDatum]) -> list[np.ndarray[Any, Any]]:
-    """What the base model's routers choose, [tokens, layers, choices] of each datum."""
+    """The experts that the base model's routers choose: [tokens, layers, choices] of each datum."""
     chosen: list[Tensor] = []
     lengths = [len(datum.tokens) for datum in data]
     tokens = torch.from_numpy(np.concatenate([datum.tokens for datum in data]).astype(np.int64))
@@ -39,7 +39,7 @@ def routes_of(decoder: Decoder, data: list[ArrayDatum]) -> list[np.ndarray[Any, 
 
 @contextmanager
 def other_routers(seed: int) -> Iterator[None]:
-    """The routers choose other experts, as another engine's rounding may have them do; their weights stay."""
+    """Make the routers choose other experts, as another engine's rounding might; their weights stay."""
     generator = torch.Generator().manual_seed(seed)
     real = torch.topk
 

@@ -46,7 +46,7 @@ Runner = Callable[..., tuple[Any, dict[str, float]]]
 
 
 def given(loss: Loss, advantage: float, mask: list[float] = MASK) -> dict[str, torch.Tensor]:
-    """As the loop gives them: what was not drawn has advantage, sampler's logprob and mask 0."""
+    """The inputs as the loop gives them: tokens that were not drawn have advantage, sampler's logprob and mask 0."""
     on = torch.tensor([float(m) for m in mask])
     values = {"q": Q, "logprobs": Q, "old": OLD, "ref": REF, "weights": mask, "mask": mask}
     made = {name: torch.tensor([float(v) for v in value]) * on for name, value in values.items()}
@@ -61,7 +61,7 @@ def plain(loss: Loss, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tupl
 
 
 def interpreted(loss: Loss, lp: torch.Tensor, inputs: dict[str, torch.Tensor]) -> tuple[Any, dict[str, float]]:
-    """Traced, sent, stored, read again and run, as the trainer does."""
+    """The loss traced, sent, stored, read again and run, as the trainer does."""
     assert loss.fn is not None
     handle = trace(loss.fn, {"logprobs": 1, **dict.fromkeys(inputs, 1)})
     graph = json.loads(handle.encoded().model_dump_json(exclude_none=True))
@@ -185,7 +185,7 @@ def test_a_weight_may_be_as_small_as_the_ratio_is_large(loss: Loss) -> None:
     ids=lambda given: getattr(given, "name", given),
 )
 def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss: Loss, advantage: float) -> None:
-    """As with the server's own losses; and what it tells are numbers."""
+    """As in the server's own losses; and the reported metrics are numbers."""
     given = {"q": -200.0, "old": -200.0, "advantages": advantage, "mask": 1.0}
     inputs = {name: torch.tensor([given[name]] * 2) for name in loss.reads}
     value, grad = gradient(interpreted, loss, [-1.0, -2.0], inputs)
@@ -359,7 +359,7 @@ def test_components_add_up() -> None:
 
 
 class OneDatum:
-    """In place of a run: what comes of one datum that a loss has made and sends, at LP."""
+    """Stands for a run: the results for one datum that a loss has made and sends, at LP."""
 
     def __init__(self, fn: Callable[..., Any] | None) -> None:
         self.fn = fn
@@ -409,7 +409,7 @@ def test_the_weight_of_a_datum_scales_it(name: str) -> None:
 
 
 class Asked:
-    """In place of a run: what the server is asked to compute."""
+    """Stands for a run: notes what the server is asked to compute."""
 
     def forward_backward(self, data: list[Datum], name: str, config: dict[str, float]) -> tuple[str, dict[str, float]]:
         return name, config

@@ -1,4 +1,4 @@
-"""Load balance over experts, in closed form."""
+"""The measure of load balance over experts, in closed form."""
 
 from __future__ import annotations
 

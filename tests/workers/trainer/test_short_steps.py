@@ -1,5 +1,5 @@
-"""An optimizer step that finds no memory: idle runs make room, runs that share a call go apart, a run that finds none
-waits. Nothing is stepped by half, and nobody can tell from the results."""
+"""An optimizer step that finds no memory: idle runs make room, runs that share a call are split up, a run that finds
+none waits. No step is taken by half, and no result shows any of it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def steps_of(bench: Bench) -> list[TrainOp]:
 
 
 def waiting(bench: Bench, ops: Sequence[TrainOp], done: dict[str, Done]) -> list[TrainOp]:
-    """Those that are to come again, each with its run as it was."""
+    """Operations that are to come again, each with its run as it was."""
     assert all(each.failure is None for each in done.values())
     left = [op for op in ops if op.op_id not in done]
     aside = [message for message in bench.sent if isinstance(message, SetAside)]
@@ -151,7 +151,7 @@ def test_a_call_is_split_no_further_than_needed(
 def test_a_run_whose_step_finds_no_memory_waits_and_a_replay_is_rebuilt(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What else it has in the pass waits with it; others go on."""
+    """Its other operations in the pass wait with it; other runs go on."""
     ample, short = with_gradients(make_bench()), with_gradients(make_bench())
     for bench in (ample, short):
         step, behind, neighbour = bench.optim("a"), bench.fb("a", ce_data([4], 9)), bench.fb("b", ce_data([4], 9))

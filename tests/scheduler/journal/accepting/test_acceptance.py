@@ -1,4 +1,4 @@
-"""What comes in one commit counts together, and what is kept of a body is what the worker reads."""
+"""Operations that come in one commit count together, and a body is stored as the worker reads it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def taking(org: str, number: int, claim: Claim, *others: Any) -> Taking:
 
 
 def test_what_comes_together_keeps_to_a_quota_together(organisations: Database) -> None:
-    """Bytes that are coming are in no table yet, and runs are: each counts once."""
+    """Bytes that are being received are in no table yet, but runs are: each counts once."""
     saves = [taking(org, number, Claim("stored_bytes", 100, 40)) for number in range(3) for org in ("a", "b")]
     runs = [
         taking("a", 10 + number, Claim("runs", 3), run_row("a", NOW, f"r{number}", "s of a")) for number in range(3)
@@ -98,7 +98,7 @@ def test_a_completed_body_is_checked_as_it_is_and_known_as_it_was_sent(organisat
             op = await acceptance.take(new, ())
             assert op.body_sha256 == hashlib.sha256(new.body).hexdigest()
             assert blobs.get(op.body_ref, op.body_sha256) == new.body
-            for _ in range(2):  # in hand, and then stored
+            for _ in range(2):  # in memory, and then stored
                 assert await acceptance.known(new, maybe_stored=True) == op.id
                 with pytest.raises(SequenceReused):
                     await acceptance.known(replace(new, sent=b"another"), maybe_stored=True)

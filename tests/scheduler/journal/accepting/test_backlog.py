@@ -1,4 +1,4 @@
-"""Back-pressure by organisation: operations, and bytes of bodies."""
+"""Limits on what each organisation may have queued: operations, and bytes of bodies."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_whoever_has_nothing_queued_is_forgotten() -> None:
 
 
 def test_what_is_queued_counts_as_before_after_a_restart(folder: Path) -> None:  # noqa: F811
-    """Also the bytes, of which a body that was completed has more than its client sent."""
+    """Also the bytes; a body that was completed has more than its client sent."""
 
     async def scenario() -> None:
         service = Service(folder)

@@ -1,4 +1,4 @@
-"""Numbers that are known to be new without asking the database."""
+"""Sequence numbers that are known to be new without asking the database."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_only_what_is_above_the_highest_of_its_client_is_new() -> None:
     assert numbers.is_new("sampler", 7)
     assert not numbers.is_new("sampler", 6)
     assert not numbers.is_new("other", 7)
-    assert not numbers.is_new("sampler", 10**9 + 7)  # a clone
+    assert not numbers.is_new("sampler", 10**9 + 7)  # a client cloned from another
 
 
 def test_what_is_used_is_new_no_more_and_what_was_passed_over_is_asked_for() -> None:
     numbers = Highest()
-    numbers.used("sampler", 3)  # of which nothing is known: higher ones may be there
+    numbers.used("sampler", 3)  # of which nothing is known: there may be higher ones
     assert not numbers.is_new("sampler", 4)
     numbers.found("sampler", 4, -1)
     numbers.used("sampler", 9)
@@ -45,7 +45,7 @@ def test_clients_are_told_apart_by_their_numbers() -> None:
     numbers.used("sampler", first + 8)
     assert [numbers.is_new("sampler", first + seq) for seq in (8, 9)] == [False, True]
     assert not any(numbers.is_new("sampler", seq) for seq in (9, CLIENT_STRIDE + 9, first + CLIENT_STRIDE + 9))
-    numbers.found("sampler", 0, -1)  # of whom there is none
+    numbers.found("sampler", 0, -1)  # there is none
     assert numbers.is_new("sampler", 0)
 
 

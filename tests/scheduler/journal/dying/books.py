@@ -1,5 +1,5 @@
-"""What has to hold of a database's books at any moment, in plain SQL over a connection of its own; and an oracle that
-does operation by operation."""
+"""What must hold for a database's books at any moment, in plain SQL over a connection of its own; and an oracle that
+does one operation after the other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import psycopg
 
-#: Whether an operation or an event of usage, `{of}`, counts towards budget b.
+#: Whether an operation or usage event, `{of}`, counts towards budget b.
 _COUNTS = (
     "{of}.org_id = b.org_id AND CASE b.scope WHEN 'org' THEN b.scope_id = {of}.org_id "
     "WHEN 'project' THEN b.scope_id = {of}.project_id ELSE b.scope_id = CAST({of}.key_id AS VARCHAR) END"
 )
-#: What this finds is wrong.
+#: Each query finds rows that are wrong.
 WRONG = {
     "a balance is not the sum of its ledger": "SELECT org_id FROM wallets w WHERE balance_nusd <> "
     "(SELECT COALESCE(SUM(amount_nusd), 0) FROM ledger_entries l WHERE l.org_id = w.org_id)",
@@ -51,7 +51,7 @@ WRONG = {
 
 
 def wrong(address: str) -> dict[str, Any]:
-    """By what is wrong, where; all of one moment. `address`: a file of SQLite, or a conninfo."""
+    """The wrong rows, by what is wrong with them, at one moment. `address`: a file of SQLite, or a conninfo."""
     found = {what: rows for what, rows in zip(WRONG, at_once(address, *WRONG.values()), strict=True)}
     return {what: rows for what, rows in found.items() if rows}
 
@@ -68,7 +68,7 @@ def at_once(address: str, *queries: str) -> list[list[Any]]:
 
 @dataclass
 class Limit:
-    """A budget in total."""
+    """A budget over all time."""
 
     org: str
     scope: str
@@ -81,7 +81,7 @@ class Limit:
 
 @dataclass
 class Books:
-    """Wallets and budgets as they are when operations come one after the other, each in a transaction of its own.
+    """Wallets and budgets as they are if operations come one after the other, each in a transaction of its own.
     `may_owe`: None for no limit."""
 
     balance: dict[str, int]

@@ -1,5 +1,5 @@
-"""Connections to a database that die at a round trip: before it, in the middle of what is sent, while the database
-works, or with its answer lost. Nothing of ours is patched: PostgreSQL is behind a proxy, SQLite behind a driver."""
+"""Connections to a database die at a round trip: before it, amid what is sent, while the database works, or with its
+answer lost. None of our code is patched: PostgreSQL is behind a proxy, SQLite behind a driver."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ CUTS = ("before", "half", "sent", "answered", "killed", "killed while it works")
 
 
 class Cutter:
-    """A TCP proxy before PostgreSQL. `often`: how often a round trip that begins or commits a transaction of the writer
-    is cut; others hardly ever are. `cut` counts how."""
+    """A TCP proxy in front of PostgreSQL. `often`: how often it cuts a round trip that begins or commits a transaction
+    of the writer; others are hardly ever cut. `cut` counts how."""
 
     def __init__(self, server_port: int, admin: str, draw: Random, often: float) -> None:
         self._target, self._admin, self._draw, self.often = server_port, admin, draw, often
@@ -61,7 +61,7 @@ class Cutter:
                         return
 
     def _pass_on(self, data: bytes, far: socket.socket, pid: int) -> bool:
-        """False: the connection is over."""
+        """Returns False when the connection has ended."""
         cut = self._choose(data)
         if cut is not None:
             self.cut[f"COMMIT {cut}" if b"COMMIT" in data else cut] += 1
@@ -74,12 +74,12 @@ class Cutter:
         if cut == "killed while it works":
             self._terminate(pid)
         if cut == "answered":
-            far.settimeout(0.5)  # a part of what is sent is answered by nothing
+            far.settimeout(0.5)  # a part of a request gets no answer
             far.recv(1 << 20)
         return cut not in ("sent", "answered")
 
     def _choose(self, data: bytes) -> str | None:
-        """Of a connection that is open: its start is not cut."""
+        """How to cut a round trip of an open connection, if at all; its start is never cut."""
         writes = b"COMMIT" in data or b"BEGIN" in data
         chance = self.often if writes else self.often / 20
         return self._draw.choice(CUTS) if data[0] and self._draw.random() < chance else None
@@ -90,21 +90,21 @@ class Cutter:
 
 
 def _pid_of(data: bytes) -> int:
-    """The process of a backend, where it says so."""
+    """The process id of a backend, from the message that tells it."""
     at = data.find(b"K\x00\x00\x00\x0c")
     return int(struct.unpack(">i", data[at + 5 : at + 9])[0]) if at >= 0 else 0
 
 
 class Driver:
-    """SQLite's writer, whose statements fail as on a disk that does: `often` before they are done or, of COMMIT, after
-    it. Savepoints within a transaction write nothing."""
+    """SQLite's writer, whose statements fail as on a failing disk: `often` before they take effect or, for COMMIT,
+    after. Savepoints within a transaction write nothing."""
 
     def __init__(self, engine: Engine, draw: Random, often: float) -> None:
         self._draw, self.often, self.cut = draw, often, Counter[str]()
         maybe = self._maybe
 
         class Dying(sqlite3.Connection):
-            """What is asked of it directly fails, too."""
+            """Statements that are run directly fail, too."""
 
             def execute(self, statement: str, *parameters: Any) -> sqlite3.Cursor:
                 if not statement.startswith("PRAGMA"):

@@ -59,7 +59,7 @@ NOW = datetime.now(UTC)
 #: A token costs a nano-dollar.
 PRICES = load_prices([{"version": "n", "effective_from": NOW.replace(year=2020), "storage_uusd_per_gb_month": 1,
                        "models": {"*": dict.fromkeys(KINDS, 1000)}}])  # fmt: skip
-#: Balance, and what may be owed.
+#: The balance, and what may be owed.
 WALLETS: dict[str, tuple[int, int | None]] = {"a": (150, 0), "b": (100, 60), "c": (0, None)}
 BUDGETS = (
     Limit("a", "project", "p", 90, hard=True),
@@ -99,7 +99,7 @@ def open_accounts(session: Session) -> None:
 
 
 class Replica:
-    """Accepts and settles, on a database of its own."""
+    """Accepts and settles, with a database of its own."""
 
     def __init__(self, database: Database, blobs: FolderBlobs) -> None:
         self.database, self._blobs, self._room = database, blobs, Room(blobs.root)
@@ -123,11 +123,11 @@ class Replica:
         return await self._admission.accept(new, ())
 
     def heard(self, op_id: str) -> None:
-        """It has ended, wherever that was."""
+        """The operation has ended, wherever that was."""
         if (op := self._admission.open.get(op_id)) is not None:
             self._admission.forget(op)
 
-    # ---- `Queues`: who computes what was accepted finds it in the database
+    # ---- `Queues`: a worker finds accepted operations in the database
 
     async def check(self, new: NewOperation) -> None:
         self.checked = new
@@ -146,7 +146,7 @@ class Replica:
 
 
 class Program:
-    """What is asked at random, and what was told. `direct` reaches the database without faults."""
+    """Random requests, and their answers. `direct` reaches the database without faults."""
 
     def __init__(
         self, draw: Random, direct: Database, replicas: list[Replica], address: str, blobs: FolderBlobs
@@ -175,7 +175,7 @@ class Program:
         return new
 
     async def ask(self, new: NewOperation) -> str | OutOfMoney:
-        """As clients do: again after an error of the server, perhaps of another replica."""
+        """Send a request as clients do: again after an error of the server, perhaps to another replica."""
         while True:
             try:
                 return await self.draw.choice(self.replicas).accept(new)
@@ -185,7 +185,7 @@ class Program:
                 await asyncio.sleep(0.01)
 
     async def request(self, new: NewOperation, times: int = 1) -> None:
-        """At the same moment, if several times."""
+        """Send a request, several times at the same moment if so drawn."""
         key = new.lane, new.seq
         answers = await asyncio.gather(*(self.ask(new) for _ in range(times)))
         ids = {answer for answer in answers if isinstance(answer, str)}
@@ -228,7 +228,7 @@ class Program:
         return Done(op.id, f"{op.id} {number}".encode(), facts), used
 
     async def lead(self) -> None:
-        """Another leads; whoever did before can end nothing any more."""
+        """Another replica leads; the previous leader can end nothing any more."""
         self.terms += 1
         token, now = f"t{self.terms}", NOW + timedelta(seconds=100 * self.terms)
         await asyncio.to_thread(self.direct.write_now, lambda session: _need(fence.take(session, token, now)))
@@ -247,7 +247,7 @@ class Program:
         )
 
     async def several(self) -> None:
-        """Of everything, at the same moment."""
+        """Several actions of all kinds at the same moment."""
         if self.draw.random() < 0.3:
             await self.lead()
         works: list[Awaitable[None]] = [
@@ -269,7 +269,7 @@ class Program:
             await asyncio.to_thread(self.check)
             await asyncio.sleep(0.05)
 
-    # ---- what has to hold
+    # ---- what must hold
 
     def rows(self, where: str) -> list[Any]:
         return at_once(self.address, "SELECT id, state FROM operations WHERE " + where + " ORDER BY id")[0]  # noqa: S608
@@ -278,7 +278,7 @@ class Program:
         assert wrong(self.address) == {}
 
     def check_ends(self) -> None:
-        """Billed as it ended, and as whoever asked was told."""
+        """Each operation is billed as it ended, and ended as its clients were told."""
         self.check()
         usage = "SELECT operation_id, SUM(amount_nusd) FROM usage_events GROUP BY operation_id"
         costs = dict(at_once(self.address, usage)[0])
@@ -301,14 +301,14 @@ def _need(so: bool) -> None:
     assert so
 
 
-# ---- databases, and what becomes of them
+# ---- databases, and their faults
 
 Make = Callable[[Random, float], Any]
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """A program on a new database, for as long as a context lasts; it fails so often."""
+    """A program on a new database while the context lasts; connections fail this often."""
     monkeypatch.setattr("scheduler.journal.accepting.acceptance.INSERT_AGAIN_S", (0.01, 0.02))
     monkeypatch.setattr("scheduler.journal.storing.AGAIN_S", (0.01, 0.05))
     blobs = FolderBlobs(tmp_path / "blobs")

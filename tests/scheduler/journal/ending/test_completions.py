@@ -1,4 +1,4 @@
-"""Feeds of completions: nothing is missed, nothing is told twice to one who moves its cursor on."""
+"""Feeds of completions: nothing is missed, and nothing is told twice to a client that moves its cursor on."""
 
 from __future__ import annotations
 

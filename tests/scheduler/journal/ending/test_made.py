@@ -1,5 +1,5 @@
-"""What operations leave in the database when they end: their own row, the checkpoint or the sampler that they made, the
-audit log, and what is charged for them."""
+"""What operations leave in the database when they end: their row, the checkpoint or sampler that they made, entries in
+the audit log, and charges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAVED = Save("weights", "one")
 
 
 class Desk:
-    """Ends operations of the run `run`, which the key 7 of ann in the project p has asked for."""
+    """Ends operations of the run `run`, all requested with key 7 of ann in the project p."""
 
     def __init__(self, database: Database) -> None:
         self.database, self.seq = database, 0
@@ -74,7 +74,7 @@ class Desk:
         self.database.write_now(lambda session: session.execute(update(table).values(**values)))
 
     def noted(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """What the audit log says, each under the key that made the session."""
+        """The entries of the audit log, each under the key that made the session."""
         rows = self.rows(tables.AuditEntry)
         assert {row.key_id for row in rows} <= {3}
         about = {"model_id": "run", "base_model": "m", "session_id": "s"}
@@ -82,7 +82,7 @@ class Desk:
         return [(row.event, row.target, {k: v for k, v in row.detail.items() if k not in about}) for row in rows]
 
     def stored(self) -> list[tuple[str, int, bool]]:
-        """What is metered: (of what, bytes, whether it is over)."""
+        """What is metered as stored: (of what, bytes, whether it has ended)."""
         rows = self.rows(tables.StorageSpan)
         return sorted((row.checkpoint_id, row.size_bytes, row.ended_at is not None) for row in rows)
 
@@ -109,7 +109,7 @@ def desk(database: Database) -> Desk:
             {"path": "tinker://run/sampler_weights/x", "type": "save_weights_for_sampler"},
         ),
         (
-            "save_external",  # as it comes from the database
+            "save_external",  # as the database returns it
             Save("external_weights", "x"),
             {"path": "tinker://run/external_weights/x", "type": "save_weights_external", "size_bytes": 9},
         ),
@@ -218,7 +218,7 @@ def test_samplers_that_follow_a_run_move_and_others_stay(desk: Desk) -> None:
         desk.end(OpKind.SAVE_SAMPLER, NewSampler(f"s:sample:{number}", number, inflight), name, size_bytes=number)
 
     def elsewhere(session: Any) -> None:
-        """Of runs that sort before and after, and of a kind that sorts before `inflight`."""
+        """Other rows: of runs that sort before and after, and of a kind that sorts before `inflight`."""
         usual = {"org_id": "a", "sampling_session_seq_id": 0, "base_model": "m", "created_at": NOW}
         for id, run_id, kind in (("a", "run", "base"), ("theirs", "other", "inflight"), ("then", "then", "inflight")):
             row = tables.Sampler(id=id, session_id="other", run_id=run_id, kind=kind, **usual)
@@ -292,7 +292,7 @@ MISTAKE = Failure("not finite", "user")
 def test_what_is_charged(
     desk: Desk, kind: str, facts: dict[str, int], failure: Failure | None, charged: dict[str, int]
 ) -> None:
-    """What was computed: also when it then failed by its user's doing, and else of what succeeded alone."""
+    """Computed work is charged even if it then failed by the user's fault; all else only if it succeeded."""
     desk.end(kind, failure=failure, **facts)
     events = desk.rows(tables.UsageEvent)
     assert {event.kind: event.quantity for event in events} == charged
@@ -301,7 +301,7 @@ def test_what_is_charged(
 
 
 def test_what_ends_together_is_settled_each_by_itself(desk: Desk) -> None:
-    """Of one batch, with a stranger and a repeat in it."""
+    """A batch that contains an unknown operation and a repeat."""
     ops = [Operation(name, "a", "s", "run", n, "forward", "m", 9, "", BODY_ONLY, NOW) for n, name in enumerate("abc")]
 
     def accept(op: Operation) -> None:

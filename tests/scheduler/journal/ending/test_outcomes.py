@@ -1,4 +1,4 @@
-"""What is kept in memory of results: bounded in bytes, of all and of each organisation; the rest is read again."""
+"""Results in memory: bounded in bytes, in total and for each organisation; the others are read again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_no_limit_is_passed_and_the_latest_of_each_that_fit_stay(made: list[tupl
     assert len(held) <= 50
     assert sum(sizes.values()) <= 1000
     assert all(size <= 300 for size in sizes.values())
-    for org in {op.org_id for op in ops}:  # what went is older than what stayed
+    for org in {op.org_id for op in ops}:  # what was dropped is older than what stayed
         own = [kept.recent(op.id) is not None for op in ops if op.org_id == org]
         assert own == sorted(own)
 
@@ -107,7 +107,7 @@ class _CountedBytes(Counter[str]):
         (b" " * (SMALL_BYTES + 1), "application/json", None),
         ("\u00fc".encode(), "application/json", None),
         (b"\0\xff", "application/x-protobuf", "AP8="),
-        (b"{}", "application/a", "e30="),  # whether it sorts before JSON or behind
+        (b"{}", "application/a", "e30="),  # whether it sorts before JSON or after
         (bytes(SMALL_BYTES + 1), "application/x-protobuf", None),
     ],
     ids=["json", "largest", "too large", "not ascii", "binary", "sorts before", "large binary"],
@@ -120,8 +120,8 @@ def test_what_is_small_lies_in_a_row_and_is_read_as_it_was(payload: bytes, kind:
 
 
 def test_results_are_their_own_organisation_s_alone(database: Database, tmp_path: Path) -> None:
-    """Whatever sorts before and behind it: what is in memory is forgotten for it alone, and what is stored is given to
-    nobody else. Blobs of samples are deleted when they were fetched; others are needed by replays."""
+    """Whatever sorts before and after it: only its own are dropped from memory, and stored ones are given to nobody
+    else. Blobs of samples are deleted once fetched; others are needed for replays."""
     blobs, now = FolderBlobs(tmp_path), datetime.now(UTC)
     blobs.put("results/la/large", b"large")
 
@@ -169,7 +169,7 @@ def test_results_are_their_own_organisation_s_alone(database: Database, tmp_path
 
 
 def test_of_all_the_oldest_of_who_has_most_go_until_a_sixteenth_is_free() -> None:
-    """And an error counts as it is long."""
+    """An error counts with its length."""
     kept = _Recent(50, 1600, 1000)
     for org, count in (("little", 3), ("much", 9), ("some", 4)):
         for n in range(count):
@@ -183,7 +183,7 @@ def test_of_all_the_oldest_of_who_has_most_go_until_a_sixteenth_is_free() -> Non
 
 
 def test_what_does_not_fit_is_read_again(folder: Path) -> None:  # noqa: F811
-    """Samples with top-k log-probabilities, of 9 MB each: of forty that nobody has fetched yet, three are in memory."""
+    """Samples of 9 MB each, with top-k log-probabilities: of forty that nobody has fetched, three are in memory."""
     size = 9 << 20
 
     async def scenario() -> None:

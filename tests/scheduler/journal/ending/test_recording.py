@@ -1,4 +1,4 @@
-"""What a sample was drawn with is kept for training before it is answered, and is that of the answer."""
+"""The logprobs of a sample are stored for training before it is answered, and belong to that answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.scheduler.journal.test_journal import Service, folder, go, outcome, s
 
 
 def drawn(op_id: str, *sequences: list[float], recorded: bool = True) -> Done:
-    """An answer with sequences of these log-probabilities."""
+    """An answer whose sequences have these log-probabilities."""
     results = [SequenceResult(np.arange(len(s), dtype=np.int32), np.array(s, np.float32), "stop") for s in sequences]
     return Done(op_id, encode_sample_response(results), {"prefill": 4, "sample": 3}, recorded=recorded)
 
@@ -26,8 +26,8 @@ def kept(service: Service) -> dict[str, list[float]]:
 
 
 def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:  # noqa: F811
-    """Weights may have moved between the draws of two generators. Of no tokens there is nothing: a file for it would be
-    one for no money."""
+    """Weights may have moved between the draws of two generators. A sample without tokens has no file: it would be one
+    that costs no money."""
 
     async def scenario() -> None:
         service = Service(folder)

@@ -1,4 +1,4 @@
-"""How long results are kept, on both databases and a real folder, with a clock of its own."""
+"""How long results are kept, on both databases and a real folder, with a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class World:
         return self.orgs[name]
 
     def result(self, name: str, size: int, age: timedelta, fetched: timedelta | None = None, org: str = "acme") -> str:
-        """One of `size` bytes, which is so old, and was fetched so long ago."""
+        """A result of `size` bytes, with the times since it was made and since it was fetched."""
         self.add(org, [(name, size, age, fetched)])
         self.blobs.put(result_ref(name), b"x" * size)
         return name
@@ -58,7 +58,7 @@ class World:
         return Results(self.database, self.blobs, limit_bytes, lambda: NOW + later).sweep()
 
     def kept(self) -> set[str]:
-        """What rows say is kept; the blobs must be the same."""
+        """The results that rows say are kept; the blobs must be the same."""
         with self.database.read() as session:
             rows = session.scalars(select(tables.Operation)).all()
         for row in rows:
@@ -114,8 +114,8 @@ def test_the_limit_is_of_each_organisation(world: World) -> None:
 
 
 def test_six_tenants_who_fetch_what_they_make_stay_bounded(world: World) -> None:
-    """Each makes a result of 1,000 bytes in every minute of three quarters of an hour, and fetches it at once: what is
-    kept is what was fetched within FETCHED_LAST, and never more than the limit."""
+    """Each makes a result of 1,000 bytes every minute for three quarters of an hour, and fetches it at once: kept are
+    those fetched within FETCHED_LAST, never more than the limit."""
     most = 0
     for minute in range(45):
         at = minute * MINUTE
@@ -149,8 +149,8 @@ def test_many_are_deleted_in_many_writes_and_blobs_that_are_gone_hold_up_nothing
     assert world.kept() == set()
 
 
-def test_what_lies_in_a_row_goes_as_files_do(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no blob is asked for it."""
+def test_results_in_rows_are_deleted_as_files_are(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no blob is looked for."""
     deleted, delete = list[str](), world.blobs.delete
     monkeypatch.setattr(world.blobs, "delete", lambda ref: (deleted.append(ref), delete(ref)))
     org_id = world.org("acme")
@@ -170,7 +170,7 @@ def test_what_lies_in_a_row_goes_as_files_do(world: World, monkeypatch: pytest.M
 
 
 def test_old_samples_are_forgotten_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are; what has not ended, is not old, still has its result, or is of a run stays."""
+    """However many there are. What has not ended, is not old, still has its result, or belongs to a run stays."""
     monkeypatch.setattr(results, "BATCH", 2)
     monkeypatch.setattr(results, "LOOK", 4)
     day = timedelta(days=1)

@@ -59,7 +59,7 @@ class Till:
         return found
 
     def money(self) -> tuple[int, int]:
-        """Balance, and what is held."""
+        """The balance, and the sum of holds."""
         with self.database.read() as session:
             wallet = session.get_one(tables.Wallet, "a")
             return wallet.balance_nusd, wallet.held_nusd
@@ -79,7 +79,7 @@ def failed(name: str, tokens: int = 0) -> Done:
 
 
 def test_a_failure_that_arrives_twice_releases_its_hold_once(till: Till) -> None:
-    """Twice, and it would release what another operation holds."""
+    """Otherwise it would release another operation's hold."""
     op, _other = till.accept("one", 1), till.accept("two", 2)
     assert till.money() == (1000, 2 * HOLD)
     assert till.end(op, failed("one")) is not None
@@ -111,7 +111,7 @@ def test_what_ended_stays_as_it_ended(till: Till) -> None:
     assert states == {"one": ("failed", "the disk is gone"), "two": ("done", None)}
 
 
-def test_work_that_fails_by_the_service_costs_nothing(till: Till) -> None:
+def test_work_that_the_service_fails_costs_nothing(till: Till) -> None:
     """However much of it a worker has computed."""
     op = till.accept("one", 1)
     settled = till.end(op, failed("one", tokens=60))
@@ -128,7 +128,7 @@ def test_an_operation_that_is_gone_costs_nothing(till: Till) -> None:
 
 
 def test_what_ends_is_written_by_the_databases_time(till: Till, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of replicas whose clocks differ: clients ask what has ended since, jobs how long ago, and months are closed."""
+    """Replicas' clocks differ: clients ask what has ended since, jobs how long ago, and months are closed."""
 
     class Behind(datetime):
         @classmethod

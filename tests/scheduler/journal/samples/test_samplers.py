@@ -1,4 +1,4 @@
-"""What samplers sample from, as it is remembered."""
+"""The weights that samplers sample from, as they are remembered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN = "s:train:0"
 
 @pytest.fixture
 def database(any_database: Database) -> Database:
-    """With five samplers that follow one run."""
+    """A database with five samplers that follow one run."""
     organisation(SimpleNamespace(database=any_database))  # type: ignore[arg-type]
 
     def put(session: Any) -> None:
@@ -42,12 +42,12 @@ def database(any_database: Database) -> Database:
 
 
 def save(database: Database, known: Samplers, ref: str) -> None:
-    """As a save of the run is settled: in the database, then in what is remembered."""
+    """Settle a save of the run: in the database, then in what is remembered."""
     database.write_now(lambda session: session.execute(update(tables.Sampler).values(adapter_ref=ref)))
     known.moved(RUN, ref)
 
 
-def test_those_that_were_asked_for_last_are_remembered_and_all_move(
+def test_the_samplers_asked_for_last_are_remembered_and_all_move(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(samplers, "MOST", 3)

@@ -12,7 +12,7 @@ from scheduler.links.messages import Drawn, DrawnTokens
 
 
 def test_who_follows_is_told_however_many_others_are_followed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample may wait long for its first token, and anybody may follow thousands of their own."""
+    """A sample may wait long for its first token, and anybody may follow thousands of samples of their own."""
     monkeypatch.setattr(module, "MAX_STREAMS", 3)
 
     async def story() -> None:

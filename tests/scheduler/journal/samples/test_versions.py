@@ -1,4 +1,4 @@
-"""What the database says of a run's policy."""
+"""The policy version of a run, by the database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of random numbers for tests of attention over pages, and how near to its formula it comes."""
+"""Caches of random numbers for tests of attention over pages, and the allowed distance from its formula."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from tests.workers.model.gpu_kit import DEVICE
 from workers.generator.cache.kv_cache import KVCache
 
-#: On a GPU powers of two are approximate.
+#: A GPU computes powers of two approximately.
 LOOSER = 1 if DEVICE.type == "cpu" else 10
 #: Relative to the largest entry.
 TOLERANCES = {torch.float32: 2e-6 * LOOSER, torch.bfloat16: 2e-2}

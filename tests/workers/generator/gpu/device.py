@@ -38,23 +38,23 @@ from workers.model.lora.rows import LoraRows
 
 
 class Failed(RuntimeError):
-    """What a program has had fail."""
+    """The error of something that the test's program has made fail."""
 
 
 @dataclass
 class Faults:
-    """Whether what passes a point fails there, at this chance."""
+    """Lets each point fail at a given chance, and notes who was to blame."""
 
     draw: Random
     chance: float
-    #: The requests that were being computed alone when something failed: these may end with that error, nobody else.
+    #: The requests that were computed alone when something failed: only these may end with that error.
     blamed: set[str] = field(default_factory=set)
     failed: Counter[str] = field(default_factory=Counter)
-    #: Who is being computed.
+    #: The requests that are being computed.
     batch: list[str] = field(default_factory=list)
 
     def at(self, point: str, times: int = 1, of: str = "") -> None:
-        """`times` as likely: of what comes seldom. `of`: whose affair it is, where it is one request's alone."""
+        """Maybe fail. `times` as likely: for rare events. `of`: the one request that it concerns, if it does."""
         if self.draw.random() < times * self.chance:
             self.failed[point] += 1
             batch = [of] if of else self.batch
@@ -83,7 +83,7 @@ class HostStep(Step):
 
 
 def replayed(function: Callable[[], Computed]) -> tuple[Callable[[], None], Computed]:
-    """A `Capture`: each replay computes anew, into the tensors of the first time."""
+    """A `Capture` whose replays compute anew, into the tensors of the first time."""
     logits_RV, chosen = function()
 
     def replay() -> None:
@@ -95,7 +95,7 @@ def replayed(function: Callable[[], Computed]) -> tuple[Callable[[], None], Comp
 
 
 class Reader:
-    """Reads adapters when it is told to, in the place of a thread."""
+    """Stands for the thread that reads adapters, but reads them when told to."""
 
     def __init__(self) -> None:
         self._asked: list[tuple[Future[Any], Callable[[], Any]]] = []
@@ -119,7 +119,7 @@ class Reader:
 
 
 class Device:
-    """In the place of an engine's plain decoding. Looks at each step's pages."""
+    """Stands for an engine's plain decoding, and checks each step's pages."""
 
     def __init__(self, made: TorchEngine, faults: Faults, *, slots: int, context: int, captures: bool) -> None:
         self.made, self.faults, self.cache = made, faults, made._cache
@@ -132,10 +132,10 @@ class Device:
         made._adapters._thread = self.reader  # type: ignore[assignment]
         if made._drafts._most == 0:
             made._decoding.ahead = Ahead(made._seating)
-        #: Of a request, the position from which on its logits are not finite.
+        #: For each request the position from which on its logits are not finite.
         self.spoilt: dict[str, int] = {}
         self.ahead = 0
-        #: What no step may do, as it is found: an engine outlives what a step raises.
+        #: What steps must not do, as it is found: an engine survives what a step raises.
         self.wrong: list[str] = []
 
     def __call__(self, plan: DecodePlan, after: Tensor | None = None) -> Tensor:
@@ -149,7 +149,7 @@ class Device:
         return logits_RV
 
     def _look(self, plan: DecodePlan, positions: Sequence[int]) -> None:
-        """Whether each row has read its own sequence's pages, and written to one that nobody else holds."""
+        """Each row has read its own sequence's pages, and written to one that nobody else holds."""
         current = self.steps._current
         assert current is not None
         for at, (row, position) in enumerate(zip(plan.rows, positions, strict=True)):
@@ -188,7 +188,7 @@ def _failing(
 
 @contextmanager
 def failing(faults: Faults) -> Iterator[None]:
-    """Engines' devices fail where something is sent to them (inputs, adapters), computed, or received."""
+    """Make engines' devices fail where something is sent to them (inputs, adapters), computed, or received."""
     survive = TorchEngine._survive
 
     def noted(self: TorchEngine, batch: list[RequestProgress], work: Callable[[list[RequestProgress]], None]) -> None:

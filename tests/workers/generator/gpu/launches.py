@@ -1,4 +1,4 @@
-"""What a GPU would be asked to launch: operations that compute something, and our own kernels by name."""
+"""What a GPU would be asked to launch: operations that compute something, and our own kernels, by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNELS: dict[ModuleType, tuple[str, ...]] = {
 
 
 class Launched(TorchDispatchMode):
-    """Counts while it is entered. Kernels are counted and not run: nothing that is launched depends on numbers."""
+    """Counts launches while it is entered. Kernels are counted but not run: no launch depends on numbers."""
 
     def __init__(self) -> None:
         super().__init__()

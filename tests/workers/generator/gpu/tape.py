@@ -24,7 +24,7 @@ KERNELS += [(single_kernels, name) for name in ("shrink_row", "expand_row")]
 KERNELS += [(fused_kernels, name) for name in ("swiglu", "gather", "gather_sum", "turn", "add_norm")]
 KERNELS += [(decode_kernels, name) for name in ("store", "partial", "combine")]
 
-#: What would make the host wait for a device.
+#: Operations for which the host would wait for a device.
 WAITS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
 
@@ -57,7 +57,7 @@ class Tape(TorchDispatchMode):
         if self._inside_kernel:
             return found
         assert func._schema.name not in WAITS, f"{func} waits for the device"
-        # By memory: some operations return a view or a copy, as it comes.
+        # Told by memory: some operations return a view or a copy, depending on the input.
         given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         fresh = [tensor for tensor in _tensors(found) if tensor.untyped_storage().data_ptr() not in given]
 

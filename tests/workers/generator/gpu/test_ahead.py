@@ -1,5 +1,5 @@
-"""Steps that are launched before the tokens of the step before have come: the same tokens, logprobs, routes and bills
-as one after the other. What a device computes, forward.decode computes here."""
+"""Steps are launched before the tokens of the previous step have come: tokens, logprobs, routes and bills are the same
+as one step after the other. forward.decode computes here what a device would."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from workers.model.decoder import Decoder
 
 
 class Launches:
-    """Launches steps of an engine, and tells what happened in which order."""
+    """Launches an engine's steps, and notes what happened in which order."""
 
     def __init__(self, made: TorchEngine, patch: pytest.MonkeyPatch) -> None:
         self.made, self.events, self.fails = made, [], lambda plan: False
@@ -71,7 +71,7 @@ def engine(decoder: Decoder, **options: Any) -> TorchEngine:
 
 @pytest.fixture
 def crowd(adapters: dict[str, Path]) -> list[GenerateRequest]:
-    """Sequences that end by stop tokens, stop strings and length, with siblings, of several adapters, some at prompts
+    """Sequences that end by stop tokens, stop strings and length, with siblings, of several adapters, some with prompts
     that begin alike, at page ends, and with priorities."""
     names = ["", *adapters]
     return [
@@ -107,7 +107,7 @@ def assert_same(found: dict[str, Finished], wanted: dict[str, Finished]) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_tokens": 128}], ids=["by priority", "for pages"])
-def test_a_crowd_gets_what_it_gets_step_by_step(
+def test_a_crowd_gets_the_same_as_step_by_step(
     decoder: Decoder, crowd: list[GenerateRequest], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, made = engine(decoder, **options), engine(decoder, **options)
@@ -142,7 +142,7 @@ def test_a_launch_that_fails_changes_nothing(
     used = Launches(made, monkeypatch)
 
     def fails(plan: forward.DecodePlan) -> bool:
-        """Every fifth launch, of a crowd."""
+        """Every fifth launch of a crowd fails."""
         nonlocal calls
         calls += 1
         return calls % 5 == 0 and len({sequence.owner.number for sequence in plan.sequences}) > 1
@@ -176,8 +176,8 @@ def test_what_was_drawn_for_a_cancelled_sequence_is_neither_told_nor_billed(
         assert_same(found, wanted)
 
 
-def test_what_was_drawn_for_a_token_is_taken_for_no_other(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sequence that has gone on, or back, without the step that is under way."""
+def test_a_drawn_token_is_not_taken_for_another_position(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for a sequence that has gone on, or back, without the step that is under way."""
     made = engine(decoder)
     Launches(made, monkeypatch)
     made.add(GenerateRequest("a", prompt(9), SamplingParams(max_tokens=40, stop_at_eos=False, seed=3)))
@@ -197,7 +197,7 @@ def test_what_was_drawn_for_a_token_is_taken_for_no_other(decoder: Decoder, monk
 def test_a_sibling_starts_in_the_place_of_one_that_ended_in_a_step_under_way(
     decoder: Decoder, adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which was waited for since an adapter has been read meanwhile."""
+    """That step was waited for because an adapter had been read meanwhile."""
     endless = SamplingParams(max_tokens=30, seed=1, stop_at_eos=False)
     request = GenerateRequest("a", prompt(20), endless, num_samples=2)
     tokens = run(engine(decoder, slots=1), request)["a"].sequences[0].tokens.tolist()
@@ -220,7 +220,7 @@ def test_a_sibling_starts_in_the_place_of_one_that_ended_in_a_step_under_way(
 def test_every_token_has_the_version_of_the_weights_that_drew_it(
     decoder: Decoder, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights that come while a step is under way draw from the one after it."""
+    """Weights that come while a step is under way draw from the next step on."""
     for version, name in ((3, "a0"), (6, "a1")):
         loaded = load_adapter(adapters[name], decoder.config).adapter
         save_adapter(loaded, tmp_path / str(version), base_model="tiny", details={"step": version})

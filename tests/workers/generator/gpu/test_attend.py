@@ -1,5 +1,5 @@
-"""Decode attention over pages in place: against the formula, and against whoever shares the step. On a GPU where there
-is one, else in Triton's interpreter."""
+"""Decode attention over pages in place gives the formula's values, whoever shares the step. On a GPU if there is one,
+else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = (MAX_SPLITS * MIN_PAGES + 5) * PAGE_TOKENS
 
 
 def table(sequences: list[int], width: int, pages: int = 64) -> Tensor:
-    """Scattered pages for sequences known by a number."""
+    """Scattered pages for sequences, each known by a number."""
     rows = [[(n * width + i) * 17 % pages for i in range(width)] for n in sequences]
     return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
 
@@ -27,7 +27,7 @@ def table(sequences: list[int], width: int, pages: int = 64) -> Tensor:
 def new_token(
     rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the decoder gives them: the values are columns of a wider product."""
+    """Queries, keys and values as the decoder gives them: the values are columns of a wider product."""
     generator = torch.Generator().manual_seed(1)
     q, k = (torch.randn(rows, n, dim, generator=generator).to(DEVICE, dtype) for n in (heads, kv_heads))
     wide = torch.randn(rows, 3 * kv_heads * dim, generator=generator).to(DEVICE, dtype)
@@ -75,7 +75,7 @@ def test_rows_of_many_lengths(heads: int, kv_heads: int, dim: int, dtype: torch.
 @pytest.mark.parametrize("window", [0, 1, 40, 64, 150])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_rows_reach_a_window_and_sinks(window: int, sinks: bool) -> None:
-    """Parts that lie before the window among them, full of what is not a number."""
+    """Among them are parts before the window, full of NaN."""
     positions = [63, 64, 199, 0, 700]
     cache, pages = filled_cache(2, 16, torch.float32, 256), table(list(range(5)), 22, 256)
     reach = Reach(window, torch.linspace(-3, 9, 6, device=DEVICE) if sinks else None)
@@ -92,7 +92,7 @@ def test_rows_reach_a_window_and_sinks(window: int, sinks: bool) -> None:
 
 
 def test_long_rows_are_cut_in_no_more_parts() -> None:
-    """Longer than MAX_SPLITS parts of MIN_PAGES: the parts grow."""
+    """Rows longer than MAX_SPLITS parts of MIN_PAGES: the parts grow."""
     width = pages_of(LONG)
     cache, pages = filled_cache(1, 16, torch.float32, pages=2 * width), table([0, 1], width, pages=2 * width)
     q, k, v = new_token(2, 2, 1, 16)
@@ -124,7 +124,7 @@ def test_what_is_not_finite_shows_and_stays_with_its_row() -> None:
 
 
 def test_what_lies_beyond_a_sequence_does_not_matter() -> None:
-    """Not even when it is not a number."""
+    """Not even if it is NaN."""
     cache, pages = filled_cache(2, 16, torch.float32), table([0], 7)
     qkv = new_token(1, 6, 2, 16)
     wanted = attend(cache, pages, [40], *qkv)

@@ -1,4 +1,4 @@
-"""What is done again and again is captured the second time; on a GPU, in CUDA graphs."""
+"""Repeated work is captured the second time; on a GPU, in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_cannot_be_captured_goes_on_as_it_is(caplog: pytest.LogCaptureFixtu
     ],
 )
 def test_what_waits_for_the_device_is_not_captured(waits: Callable[[torch.Tensor], Any], patch_graphs: None) -> None:
-    """It fails before, in a rehearsal, and there alone: threads beside it wait as they like."""
+    """It fails earlier, in a rehearsal, and only there: other threads may wait as they like."""
     x, other = torch.ones(4), list[float]()
     repeated = Repeated(lambda: waits(x), CudaGraphs[Any]())
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Copies of pages in one launch are those that are made tensor by tensor and page by page."""
+"""Copying pages in one launch gives the same as copying them tensor by tensor and page by page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = [(3, 0), (5, 7), (3, 9)]
 
 
 def filled(dtype: torch.dtype, *, latent: bool = False, groups: list[list[int]] | None = None) -> KVCache:
-    """Pages of all kinds: keys and values beyond what a program copies at once, and routes."""
+    """Pages of all kinds: keys and values larger than a program copies at once, and routes."""
     cache = KVCache(layers=4, pages=12, kv_heads=1 if latent else 2, head_dim=24, values_within=16 if latent else 0,
                     mixture_layers=3, choices=2, groups=groups or (), dtype=dtype, device=DEVICE)  # fmt: skip
     generator = torch.Generator().manual_seed(0)
@@ -88,5 +88,5 @@ def test_each_is_one_launch_however_many_pages_and_layers(one_launch: None) -> N
         assert launches.kernels.total() == 2
         cache.copy(PAIRS)
         assert launches.kernels.total() == 3
-    sent = {"_pin_memory": 3, "_to_copy": 3}  # to a device, the table of each launch
+    sent = {"_pin_memory": 3, "_to_copy": 3}  # sent to a device: the table of each launch
     assert launches.operations == (sent if DEVICE.type == "cuda" else {})

@@ -61,13 +61,13 @@ def test_a_decode_step_stays_on_the_device_and_never_waits(
         assert logits.shape == (8, config.vocab_size)
     assert experts_launched.count == 2 * len(config.mixture_layers)
     assert {kernel.count for kernel in own.values()} == {config.num_layers}
-    # Of a layer four linears, or two and the experts, and the unembedding, of all ranks at once.
+    # For each layer four linears, or two and the experts, and the unembedding, of all ranks at once.
     assert [kernel.count for kernel in of_rows.values()] == ([5, 5] if adapted else [0, 0])
     assert (launches["shrink"].count, launches["expand"].count) == (0, 0)
 
 
 def test_nothing_is_read_before_all_is_drawn() -> None:
-    """Greedy, from all and from the likeliest, with tables of likeliest tokens."""
+    """Greedy, from all tokens and from the likeliest, with tables of likeliest tokens."""
     kinds = [SamplingParams(temperature=0), SamplingParams(top_k=3, top_p=0.9), SamplingParams(), SamplingParams()]
     with FakeTensorMode(), Indexing():
         rows = SamplingRows.of(kinds, 50, CUDA, [0, 2, 5, 0])

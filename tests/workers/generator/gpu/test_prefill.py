@@ -18,7 +18,7 @@ from workers.generator.gpu.prefill import PagedPrefill
 from workers.model.attend import ALL, Reach
 
 P = PAGE_TOKENS
-#: (start, stop): prompts computed from their beginning, behind cached blocks, and one that goes on with a single token.
+#: (start, stop) of prompts: computed from the beginning, after cached blocks, and one that goes on with a single token.
 SPANS = [(0, 1), (0, 70), (64, 150), (96, 97), (0, 32), (160, 200)]
 
 
@@ -29,7 +29,7 @@ def scattered(number: int, stop: int) -> list[int]:
 def qkv(
     tokens: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32, seed: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the decoder gives them: the values are columns of a wider product."""
+    """Queries, keys and values as the decoder gives them: the values are columns of a wider product."""
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(tokens, n, dim, generator=generator).to(DEVICE, dtype) for n in (heads, kv_heads))
     wide = torch.randn(tokens, 3 * kv_heads * dim, generator=generator).to(DEVICE, dtype)
@@ -90,7 +90,7 @@ def test_prompts_of_many_lengths_in_one_launch(heads: int, kv_heads: int, dim: i
 @pytest.mark.parametrize("window", [0, 1, 20, 32, 64, 150])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_prompts_reach_a_window_and_sinks(window: int, sinks: bool) -> None:
-    """Pages before the windows are gone, and what lies in the page table's place of others is not a number."""
+    """Pages before the windows are gone, and the page table's entries in their place point to NaN."""
     spans = [(128, 200), (160, 161), (128, 160)]
     gone = max(0, 128 + 1 - window) // P if window else 0
     cache, pieces = filled_cache(2, 16, torch.float32), pieces_of(spans, gone)
@@ -134,7 +134,7 @@ def test_a_prompt_has_the_same_bits_whole_in_pieces_and_in_any_company(reach: Re
 
 
 def test_what_lies_beyond_a_prompt_does_not_matter() -> None:
-    """Not even when it is not a number."""
+    """Not even if it is NaN."""
     q, k, v = qkv(40, 6, 2, 16)
     wanted = attended(filled_cache(2, 16, torch.float32), pieces_of([(0, 40)]), q, k, v)
     cache, pieces = filled_cache(2, 16, torch.float32), pieces_of([(0, 40)])

@@ -46,7 +46,7 @@ CONTEXT = 224
 
 
 class NothingWaits(Indexing):
-    """Refuses what is sent to the device so that the host waits for it, and for all that was launched before."""
+    """Refuses to send anything to the device in a way that the host waits for, and for all that was launched before."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         options = kwargs or {}
@@ -58,7 +58,7 @@ class NothingWaits(Indexing):
 
 @contextmanager
 def device_code(*, paged: bool = True) -> Iterator[None]:
-    """Prefills, copies of pages, adapters and experts as on a device."""
+    """Prefills, copies of pages, adapters and experts use the code for devices."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "attends_in_pages", lambda cache: paged)
         patch.setattr(kv_cache, "in_one_launch", lambda device: paged)
@@ -68,7 +68,7 @@ def device_code(*, paged: bool = True) -> Iterator[None]:
 
 
 def requests(folders: dict[str, Path]) -> list[GenerateRequest]:
-    """Prompts of many lengths, some with a common head, of several adapters; all are scored."""
+    """Prompts of many lengths, some with a common beginning, of several adapters; all are scored."""
     found = []
     for i, name in enumerate(["small", "", "large", "small", "", "attention", "experts", ""]):
         head = tuple(3 + (5 * j) % 60 for j in range(64 if i % 2 else 0))
@@ -168,7 +168,7 @@ def test_launches_do_not_grow_with_prompts_or_their_lengths(config: DecoderConfi
 
 
 def stepped(config: DecoderConfig, rows: int) -> Launched:
-    """A decode step of so many sequences, and what is drawn from it, launched piece by piece."""
+    """A decode step of so many sequences, with drawing from it, launched piece by piece."""
     adapters = [Adapter.zeros(AdapterShape(config, 4)) for _ in range(rows)]
     with device_code(), torch.inference_mode():
         decoder = random_decoder(config)

@@ -39,7 +39,7 @@ VERSIONS = range(1, 7)
 
 @dataclass
 class World:
-    """A model with its adapters, the versions of a policy, and what each sequence has alone."""
+    """A model with its adapters, the versions of a policy, and what each sequence gets when it is alone."""
 
     decoder: Decoder
     adapters: dict[str, Path]
@@ -54,7 +54,7 @@ class World:
         )
 
     def alone(self, request: GenerateRequest, sample: int, policy: tuple[PolicySpan, ...]) -> SequenceResult:
-        """A sequence with nobody beside it; of one that follows a run, with the weights that drew each token."""
+        """The results of a sequence alone; if it follows a run, with the weights that drew each token."""
         if not request.run:
             plain = replace(request, id="alone", priority=0, tenant="")
             if plain not in self._known:
@@ -118,7 +118,7 @@ def policies(decoder: Decoder, folders: pytest.TempPathFactory) -> dict[int, Pat
 
 
 class Program:
-    """What one engine is asked, at random, and what has come of it."""
+    """Random requests to one engine, and their results."""
 
     def __init__(self, world: World, draw: Random) -> None:
         self.world, self.draw = world, draw
@@ -242,7 +242,7 @@ class Program:
             max_staleness=draw.choice([None, 1, 2]),
         )
 
-    # -- what has to hold
+    # -- what must hold
 
     def look(self) -> None:
         assert_pages(self.engine)
@@ -256,7 +256,7 @@ class Program:
         assert not any(held.users for held in self.engine._adapters._here.values())
 
     def check_error(self, request: GenerateRequest, told: str) -> None:
-        """It is the request's own."""
+        """The error was caused by this very request."""
         known = {
             "not finite": request.id in self.device.spoilt,
             "are gone": request.run in self.lost,
@@ -282,7 +282,7 @@ class Program:
 
 
 def assert_same(found: SequenceResult, wanted: SequenceResult, prompt: int, cut: bool) -> None:
-    """Bit for bit; of what was cut, as far as it goes."""
+    """Equal bit for bit; a result that was cut, as far as it goes."""
     count = len(found.tokens)
     assert found.tokens.tolist() == wanted.tokens[:count].tolist()
     np.testing.assert_array_equal(found.logprobs, np.array(wanted.logprobs)[:count])
@@ -313,10 +313,10 @@ def search(world: World, seed: int, count: int) -> None:
 
 
 @pytest.mark.search
-def test_programs(mixture: World) -> None:
+def test_random_programs(mixture: World) -> None:
     search(mixture, 1, 5)
 
 
 @pytest.mark.search
-def test_programs_with_windows(windows: World) -> None:
+def test_random_programs_with_windows(windows: World) -> None:
     search(windows, 2, 3)

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_capture.py h
 
 @contextmanager
 def device_code() -> Iterator[None]:
-    """Adapters and experts in Triton, products with the base and activations by the library: what a device has."""
+    """Adapters and experts in Triton, products with the base and activations by the library, as on a device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base_mm, "product", lambda *given, **more: None)
         patch.setattr(gate, "serves", lambda gate_up_PG: False)
@@ -57,7 +57,7 @@ def device_code() -> Iterator[None]:
 
 
 class Steps:
-    """DecodeSteps in the place of an engine's plain decoding; looks at each step's plan and pages."""
+    """Stands for an engine's plain decoding, with DecodeSteps; checks each step's plan and pages."""
 
     def __init__(self, engine: TorchEngine, decoder: Decoder, capture: Capture[Computed] | None, context: int) -> None:
         self.cache = engine._cache
@@ -65,7 +65,7 @@ class Steps:
         self.steps = DecodeSteps(decoder, self.cache, slots=SLOTS, context=context, capture=capture)
         self.rows: list[int] = []
         self.ahead = 0
-        #: Of each page, who has held it in which group of layers; of rows, the most that one has given back.
+        #: Who has held each page, in which group of layers; and the most pages that one row has given back.
         self.holders: dict[int, set[tuple[str, int]]] = {}
         self.gone = 0
 
@@ -125,7 +125,7 @@ def compare(
     lookup: int = 0,
     **options: Any,
 ) -> Steps:
-    """The same requests decoded plainly and as a device does: by steps, launched ahead or with prompt lookup."""
+    """Decode the same requests plainly and as a device does: by steps, launched ahead or with prompt lookup."""
     engines = [
         TorchEngine(random_decoder(config), EOS, slots=SLOTS, context=context, lookup=most, **options)
         for most in (0, lookup)
@@ -135,7 +135,7 @@ def compare(
     for engine in engines:
         for request in wanted:
             engine.add(request)
-        until_read(engine)  # or which rows a step has depends on the disk
+        until_read(engine)  # else the rows of a step would depend on the disk
     plain, stepped = (run(engine) for engine in engines)
     assert (used.ahead > 0) == (lookup == 0)
     assert (engines[1].stats().accepted_tokens > 0) == (lookup > 0)
@@ -170,7 +170,7 @@ def test_steps_decode_as_plain_decoding(config: DecoderConfig, tmp_path: Path) -
 
 
 def test_replays_decode_as_plain_decoding(tmp_path: Path) -> None:
-    """What was taken down with one set of rows serves others, of other adapters of the same forms."""
+    """A capture made with one set of rows serves others, with other adapters of the same forms."""
     tape = Tape()
     names = ["small", "also small", "", "small", "also small", "", "also small", "small"]
     wanted = [replace(each, return_routed_experts=True) for each in requests(saved(CONFIG, tmp_path), names)]
@@ -223,7 +223,7 @@ def test_a_step_does_not_hold_the_adapters_it_had() -> None:
 def test_a_step_reads_its_own_pages_after_one_whose_inputs_were_not_all_sent(
     sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when there is no pinned memory for the rest: else a row would read the pages of whoever had it before."""
+    """Without pinned memory for the rest: otherwise a row would read the pages of the sequence that had it before."""
     cache = KVCache(layers=1, pages=9, kv_heads=1, head_dim=24, device=DEVICE)
     step = Step(random_decoder(DENSE), cache, rows=3, width=2, forms=())
     first, second = (np.arange(6, dtype=np.int32).reshape(1, 3, 2) + n for n in (0, 3))
