@@ -111,6 +111,11 @@ def test_commands_are_there() -> None:
     assert {command: wrong(command) for command in found if wrong(command)} == {}
 
 
+def test_the_clients_page_names_each_of_its_commands() -> None:
+    page = (ROOT / "docs/sdk.md").read_text()
+    assert [name for name in weft.list_commands(click.Context(weft)) if f"weft {name}" not in page] == []
+
+
 @cache
 def messages() -> tuple[str, ...]:
     """What the programs may say: every text in their code that is no docstring."""
