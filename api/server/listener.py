@@ -7,11 +7,13 @@ import logging
 import signal
 import socket
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from api.server.connections import Gate
+from api.server.connections import READ_BYTES, Connection
+from api.server.gate import Gate
+from api.server.transports import Reading
 from api.server.workers.supervisor import WorkerFailed
 from store.settings import FrontSettings
 
@@ -34,10 +36,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, url: str, backlog: int, settings: FrontSettings) -> None:
         self._gate = Gate(settings)
+        self._buffer = memoryview(bytearray(READ_BYTES))
         super().__init__(
             uvicorn.Config(
                 app,
-                http=self._gate.connection,  # type: ignore[arg-type]
+                http=self._connection,  # type: ignore[arg-type]
                 ws="none",
                 proxy_headers=True,
                 forwarded_allow_ips=settings.trusted_proxies,
@@ -56,6 +59,9 @@ class Server(uvicorn.Server):
         self._ready: asyncio.Task[None] | None = None
         self.failure: WorkerFailed | None = None
 
+    def _connection(self, **options: Any) -> Reading:
+        return Reading(Connection(self._gate, **options), self._buffer)
+
     def run_until_signal(self, sock: socket.socket) -> int:
         # Uvicorn raises a signal again once it has shut down; by then it must not kill the process.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,7 +77,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _SWEEP_TICKS == 0:
-            self._gate.sweep(self.server_state.connections)
+            self._gate.sweep(each for each in self.server_state.connections if isinstance(each, Connection))
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

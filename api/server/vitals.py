@@ -13,7 +13,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
-from api.server.connections import Gate
+from api.server.gate import Gate
 from api.state.traffic import Traffic
 from scheduler.journal.ending.meters import BOUNDS_S, Histogram
 

@@ -17,18 +17,16 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from api.http.headers import Large
-from api.server import connections, serve
+from api.server import gate, serve
 from api.server.connections import (
-    BODY_BYTES_PER_S,
     CODES,
     MAX_HEADERS,
     MAX_HEADERS_BYTES,
     MAX_PIPELINED,
     READ_UNASKED_BYTES,
-    READS_EACH_TURN,
     Connection,
-    Gate,
 )
+from api.server.gate import BODY_BYTES_PER_S, READS_EACH_TURN, Gate
 from api.server.listener import Server
 from api.server.transports import MAX_HELD_BYTES, MAX_JOINED_BYTES, Joining
 from store.settings import FrontSettings
@@ -440,7 +438,7 @@ def test_who_takes_a_little_now_and_then_is_late_as_who_sends_so(
     listening: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a reader never pauses for long, but an answer would be held for hours."""
-    monkeypatch.setattr(connections, "BODY_BYTES_PER_S", 1 << 30)
+    monkeypatch.setattr(gate, "BODY_BYTES_PER_S", 1 << 30)
     server = listening(body_timeout_s=0.5)
     with server.connect() as connection:
         connection.sendall(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
@@ -555,10 +553,10 @@ def test_of_many_that_send_at_once_a_few_are_parsed_in_each_turn(
         while here.server._gate.count < 100:
             time.sleep(0.01)
         loop = next(iter(here.server.server_state.connections)).loop
-        loop.call_soon_threadsafe(time.sleep, 0.2)
+        loop.call_soon_threadsafe(count)
+        loop.call_soon_threadsafe(time.sleep, 0.2)  # so that most have come when it goes on
         for connection in asking:
             connection.sendall(GET)
-        loop.call_soon_threadsafe(count)
         for connection in asking:
             until(connection, b"url")
     assert max(Counter(parsed).values()) <= READS_EACH_TURN

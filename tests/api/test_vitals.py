@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.server.connections import Gate
+from api.server.gate import Gate
 from api.server.prometheus import Stored, render
 from api.server.vitals import vitals
 from api.state.traffic import Traffic
