@@ -92,7 +92,7 @@ def _operations(meters: Meters, stats: Mapping[str, Any]) -> list[Metric]:
     queue, trainer, generator = (stats.get(name, {}) for name in ("queue", "trainer", "generator"))
     started: dict[tuple[str, ...], float] = {(one["role"],): one["restarts"] for one in stats.get("workers", [])}
     loading = {(role,): float(len(stats.get(role, {}).get("loading", {}))) for role in WORKERS}
-    settling = histogram("weft_settle_lag_seconds", "From computed to told.", [], {(): meters.settling})
+    settling = histogram("weft_settle_lag_seconds", "From computed to stored.", [], {(): meters.settling})
     return [
         counter("weft_ops_submitted_total", "Operations accepted.", ["kind"], alone(meters.submitted)),
         counter("weft_ops_ended_total", "Operations ended.", ["kind", "state"], meters.ended),

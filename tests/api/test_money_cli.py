@@ -36,10 +36,23 @@ def test_the_operator_s_part(tmp_path: Path) -> None:
     assert taken.output == "acme\tbalance -1.999999999\n"
     assert run(tmp_path, "billing", "reconcile").output == "the books agree\n"
     assert run(tmp_path, "credit", "take", *acme, "--usd", "0", "--memo", "x").exit_code == 2
-    for amount in ("ten", "-1", "0.0000000001", "nan", "1e30"):
+    for amount in ("ten", "-1", "0.0000000001", "nan", "1e30", "5_0", "\u096b"):
         assert run(tmp_path, "credit", "grant", *acme, "--usd", amount).exit_code == 2
     assert "0 to 4,000,000,000 dollars" in run(tmp_path, "credit", "grant", *acme, "--usd", "4000000000.1").output
     assert run(tmp_path, "credit", "grant", "--org", "nobody", "--usd", "1").exit_code == 2
+
+
+def test_a_balance_that_could_not_be_stored_is_refused_by_name(tmp_path: Path) -> None:
+    database = database_in(tmp_path)
+    database.write_now(lambda session: create_key(session, "acme"))
+    database.close()
+    most = ("--org", "acme", "--usd", "4000000000")
+    assert run(tmp_path, "credit", "grant", *most).exit_code == 0
+    beyond = run(tmp_path, "credit", "grant", *most)
+    assert (beyond.exit_code, "it may be -4,000,000,000 to 4,000,000,000 dollars" in beyond.stderr) == (2, True)
+    for code in (0, 0, 2):
+        assert run(tmp_path, "credit", "take", *most, "--memo", "x").exit_code == code
+    assert run(tmp_path, "billing", "reconcile").output == "the books agree\n"
 
 
 def test_who_may_spend_nothing_in_a_mode_is_named_when_it_is_set(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from datetime import UTC, datetime, timedelta
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 import click
 from sqlalchemy.orm import Session
@@ -32,14 +33,21 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
     """An amount in dollars as exact nano-dollars."""
     if value is None:
         return None
-    try:
-        amount = Decimal(value) * _NUSD
-    except InvalidOperation:
-        raise click.BadParameter(f"{value!r} is not an amount of dollars") from None
-    if not amount.is_finite() or not 0 <= amount <= _MOST_NUSD or amount != int(amount):
+    if not re.fullmatch(r"-?([0-9]+(\.[0-9]*)?|\.[0-9]+)", value):
+        raise click.BadParameter(f"{value[:80]!r} is not an amount of dollars, such as 12.50")
+    amount = Decimal(value) * _NUSD
+    if not 0 <= amount <= _MOST_NUSD or amount != int(amount):
         most = _MOST_NUSD // 10**9
         raise click.BadParameter(f"{value[:80]!r}: must be 0 to {most:,} dollars, with nine decimals at most")
     return int(amount)
+
+
+def _refuse_beyond(session: Session, org_id: str, amount_nusd: int) -> None:
+    """Refuse a movement after which the balance could not be stored."""
+    balance_nusd = wallet_of(session, org_id).balance_nusd + amount_nusd
+    if abs(balance_nusd) > _MOST_NUSD:
+        most = _MOST_NUSD // 10**9
+        raise click.BadParameter(f"the balance would be {usd(balance_nusd)}: it may be -{most:,} to {most:,} dollars")
 
 
 def _note(session: Session, org_id: str, event: str, target: str, **detail: object) -> None:
@@ -66,6 +74,7 @@ def grant(place: Place, org: str, amount_nusd: int, days: int | None, kind: Gran
 
     def write(session: Session) -> str:
         org_id = organisation(session, org).id
+        _refuse_beyond(session, org_id, amount_nusd)
         made = give(session, org_id, amount_nusd, kind=kind, expires_at=expires, memo=memo)
         _note(session, org_id, "credit_granted", made.id, amount_nusd=amount_nusd, kind=kind)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
@@ -86,6 +95,7 @@ def take_(place: Place, org: str, amount_nusd: int, memo: str) -> None:
 
     def write(session: Session) -> str:
         org_id = organisation(session, org).id
+        _refuse_beyond(session, org_id, -amount_nusd)
         entry = take(session, org_id, amount_nusd, memo)
         _note(session, org_id, "credit_taken", entry.ref_id, amount_nusd=amount_nusd)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
