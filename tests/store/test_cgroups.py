@@ -1,4 +1,4 @@
-"""Cores, against folders that say what a container's kernel would."""
+"""The number of cores a container may use, read from folders laid out as its kernel would show them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from store.settings import Settings
 
 @pytest.fixture(autouse=True)
 def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine of 64 cores, in a cgroup within another."""
+    """A container on a machine of 64 cores, in a cgroup within another."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
     monkeypatch.setattr(cgroups, "OWN_CGROUP", tmp_path / "own")
@@ -52,7 +52,7 @@ def test_a_quota_of_version_1(tmp_path: Path, quota: int, found: int) -> None:
 
 
 def test_workers_of_a_small_container_on_a_large_machine_have_few_threads(tmp_path: Path) -> None:
-    """Each had half of the machine's, and all of them shared what the container may use."""
+    """Else each would have threads for half of the machine's cores, and all would share the few of the container."""
     say(tmp_path / "pod" / "server" / "cpu.max", "400000 100000")
     settings = Settings(data_dir=tmp_path)
     assert (settings.trainer.threads, settings.generator.threads) == (2, 2)

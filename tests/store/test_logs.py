@@ -1,4 +1,5 @@
-"""What a process logs: for people or as JSON, with what it is about, and never a secret; of what is away, one line."""
+"""What a process logs: as text or as JSON, with the request or run it is about, and never a secret. An error that
+says that a service is away is one line."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SAID = (
 
 @pytest.fixture(autouse=True)
 def as_it_was() -> Iterator[None]:
-    """The log of the test run is pytest's."""
+    """Put the log back as pytest had set it up."""
     root, hook = logging.getLogger(), sys.excepthook
     handlers, level = root.handlers[:], root.level
     levels = {name: logging.getLogger(name).level for name in (*logs.OURS, *logs.QUIET)}
@@ -121,7 +122,7 @@ def test_the_end_of_a_process_is_logged_too() -> None:
 
 
 def away() -> list[Exception]:
-    """What says that something is away, as it comes."""
+    """The errors by which drivers and clients say that something is away."""
     refused = OperationalError("", None, Exception("connection failed: refused\n\tIs the server running?"))
     lost = OperationalError("SELECT 1", None, Exception("the connection is lost"), connection_invalidated=True)
     return [
@@ -134,7 +135,7 @@ def away() -> list[Exception]:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_what_is_away_is_one_line_without_a_traceback_and_said_seldom(
+def test_something_that_is_away_is_logged_in_one_line_without_a_traceback_and_seldom(
     form: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logs.configure(form)
@@ -148,7 +149,7 @@ def test_what_is_away_is_one_line_without_a_traceback_and_said_seldom(
         log.warning("it failed: %s", error, exc_info=error)
         assert capfd.readouterr().err.count(why) == 1
     with logs.on(request="r-2"):
-        log.warning("asking again", exc_info=away()[0])  # another's request is found by its id
+        log.warning("asking again", exc_info=away()[0])  # the request is found by its id
     monkeypatch.setattr(logs, "SAY_AGAIN_S", 0.0)
     log.warning("asking again", exc_info=away()[0])
     assert capfd.readouterr().err.count("asking again") == 2
@@ -157,7 +158,7 @@ def test_what_is_away_is_one_line_without_a_traceback_and_said_seldom(
 @pytest.mark.parametrize(
     "error", [OperationalError("SELECT x", None, Exception("no such column: x")), OSError(5, "EIO")]
 )
-def test_what_is_wrong_keeps_its_traceback(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
+def test_any_other_error_keeps_its_traceback(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
     logs.configure("text")
     for _ in range(2):
         try:

@@ -1,4 +1,4 @@
-"""The revisions make exactly the tables of `store.tables`, with the triggers that SQLAlchemy does not know of."""
+"""The revisions make exactly the tables of `store.tables`, and the triggers that SQLAlchemy does not know of."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tables_and_revisions_agree(database: Database) -> None:
 
 
 def test_defaults_and_checks_agree_too(database: Database, tmp_path: Path) -> None:
-    """Which Alembic does not compare."""
+    """Alembic compares neither."""
     with create_engine(f"sqlite:///{tmp_path}/declared.db").begin() as declared:
         Base.metadata.create_all(declared)
         with create_engine(database.url).connect() as migrated:
@@ -66,8 +66,8 @@ def test_downgrade_leaves_nothing(database: Database) -> None:
 
 
 @pytest.mark.parametrize("column", ["body", "result"])
-def test_a_downgrade_throws_away_no_step_that_lies_in_its_row(any_database: Database, column: str) -> None:
-    """Runs are rebuilt from them."""
+def test_a_downgrade_is_refused_while_a_row_holds_a_step(any_database: Database, column: str) -> None:
+    """Runs are rebuilt from their steps: a run without one would be lost."""
     step = {
         "id": "op", "org_id": "o", "session_id": "s", "lane": "run", "seq": 1, "kind": "optim_step", "base_model": "m",
         "state": "done", "tokens": 0, "body_ref": "", "body_sha256": "", "plan": {}, "accepted_at": datetime.now(UTC),
@@ -112,10 +112,10 @@ def test_two_processes_may_migrate_at_once(tmp_path: Path) -> None:
         database.close()
 
 
-def test_servers_that_share_the_tables_have_ended_before_these_change(
+def test_tables_change_only_after_the_servers_that_share_them_have_ended(
     any_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a new server beside old ones would: theirs is the code that must not meet what the new one writes."""
+    """A new server that migrates at its start must not do so beside old ones: their code may not know what it writes."""
     before = inspect(create_engine(any_database.url)).get_columns("operations")
     with create_engine(any_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0004")
@@ -144,10 +144,11 @@ class Wrong(datetime):
 
 
 @pytest.mark.parametrize("led", [True, False])
-def test_whether_servers_are_at_work_does_not_hang_on_the_clock_of_who_migrates(
+def test_whether_servers_are_at_work_does_not_depend_on_the_clock_of_the_migrating_machine(
     postgres_database: Database, monkeypatch: pytest.MonkeyPatch, led: bool
 ) -> None:
-    """The lease is by the database's. One ahead took a leader for dead, one behind waited for one that was gone."""
+    """The database's clock decides whether the lease holds: a clock ahead would take a leader for dead, a clock behind
+    would wait for one that is gone."""
     with create_engine(postgres_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0004")
     monkeypatch.setattr(tables, "LEADS_S", 60.0)
@@ -161,7 +162,7 @@ def test_whether_servers_are_at_work_does_not_hang_on_the_clock_of_who_migrates(
         migrate(postgres_database)
 
 
-def test_a_lease_from_a_clock_that_was_years_ahead_is_nobody_at_work(postgres_database: Database) -> None:
+def test_a_lease_taken_by_a_clock_years_ahead_does_not_stop_a_migration(postgres_database: Database) -> None:
     with create_engine(postgres_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0004")
     ahead = datetime.now(UTC) + timedelta(days=3650)
@@ -169,8 +170,8 @@ def test_a_lease_from_a_clock_that_was_years_ahead_is_nobody_at_work(postgres_da
     migrate(postgres_database)
 
 
-def test_budgets_of_keys_that_were_of_no_key_limit_theirs(any_database: Database) -> None:
-    """ "01" was never found by what key 1 spends. Beside a budget of "1" the stricter of the two stays."""
+def test_budgets_whose_key_had_leading_zeros_limit_that_key_after_the_migration(any_database: Database) -> None:
+    """A budget for key "01" limited nothing, as key 1 is named "1". Of budgets for both names the stricter stays."""
     with create_engine(any_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0005")
     now = datetime.now(UTC)

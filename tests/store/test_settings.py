@@ -14,7 +14,7 @@ from store.environment import from_environment
 from store.load_settings import MAX_CHARACTERS, load_settings
 from store.settings import Settings, SettingsError
 
-#: What names variables.
+#: Suffixes of the files that may name variables.
 TEXT = {".py", ".md", ".yaml", ".toml", ".sh", ".tpl", ".service"}
 
 
@@ -29,7 +29,7 @@ def test_defaults(tmp_path: Path) -> None:
     assert settings.port == 8000
     assert settings.trainer.pass_tokens == 4096
     assert settings.trainer.slice_tokens == 1024
-    assert settings.generator.slots == 0  # as memory allows
+    assert settings.generator.slots == 0  # as many as memory allows
     assert settings.limits.max_rank == 128
     assert settings.effective_database_url == f"sqlite:///{tmp_path}/data/weft.db"
 
@@ -132,7 +132,7 @@ def test_a_mistake_in_a_variable_is_told_by_its_name(
 ) -> None:
     monkeypatch.setenv(variable, "none")
     file = write(tmp_path, "data_dir = 'd'\n[trainer]\nthreads = 'x'")
-    if variable == "WEFT_TRAINER__THREADS":  # the file's wins
+    if variable == "WEFT_TRAINER__THREADS":  # the file has a value too, and wins
         with pytest.raises(SettingsError, match=r"weft\.toml: trainer\.threads"):
             load_settings(file)
     with pytest.raises(SettingsError, match=message):
@@ -165,8 +165,8 @@ def test_variables_that_nobody_reads_are_refused(
         load_settings(write(tmp_path, 'data_dir = "d"\n'))
 
 
-def test_what_others_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's variables, secrets that are read elsewhere, and what Kubernetes says of services called weft."""
+def test_variables_of_other_programs_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's variables, secrets read elsewhere, and those that Kubernetes sets for services named weft."""
     for name, value in {
         **{
             "BASE_URL": "http://h",
@@ -184,7 +184,7 @@ def test_what_others_put_there_is_left_alone(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_variable_that_is_read_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each name in what an operator runs and reads; an underscore before it is the shell's completion."""
+    """Each WEFT_ name in the files that an operator runs and reads; _WEFT_ names are of the shell's completion."""
     root = Path(__file__).parents[2]
     rooms = ["api", "store", "billing", "scheduler", "workers", "weft_server", "client_sdk", "deploy", "docs"]
     texts = [path for room in rooms for path in (root / room).rglob("*") if path.suffix in TEXT]
@@ -206,7 +206,7 @@ def test_devices_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_the_page_for_operators_shows_every_setting_with_its_default() -> None:
-    """`[models]`, `prices` and secrets have none; threads and the data folder depend on the machine."""
+    """`[models]`, `prices` and secrets have no default; that of threads and the data folder depends on the machine."""
     page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text().partition("## Settings")[2]
     lines = takewhile(
         lambda line: not line or line.startswith("    "), dropwhile(lambda x: x[:4] != "    ", page.splitlines())

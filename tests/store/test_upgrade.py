@@ -1,4 +1,4 @@
-"""What a server of the first revision left is taken over: every row as it was, the same money, the same audit log."""
+"""A data folder of the first revision is taken over: every row as it was, the same money, the same audit log."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from store.database import audit
 from store.database.db import Database
 from store.tables import Base, LedgerEntry, Organisation, UsageEvent, Wallet
 
-#: Rows of a data folder on which the code of that time has trained, sampled, saved and booked.
+#: Rows of a data folder with which the code of that time has trained, sampled, saved and charged.
 LEFT = Path(__file__).parent / "data" / "revision_0001.sql"
 Row = dict[str, Any]
 
 
 def read(connection: Connection) -> dict[Table, list[Row]]:
-    """All rows, with the columns that there are."""
+    """All rows of each table, with the columns that it has in this database."""
     found = {}
     for name in inspect(connection).get_table_names():
         if (table := Base.metadata.tables.get(name)) is not None:
@@ -41,7 +41,7 @@ def left(path: Path) -> dict[Table, list[Row]]:
         return read(connection)
 
 
-def test_what_a_server_of_the_first_revision_left(any_database: Database, tmp_path: Path) -> None:
+def test_the_rows_of_a_server_of_the_first_revision_are_taken_over(any_database: Database, tmp_path: Path) -> None:
     rows = left(tmp_path / "left.db")
     with create_engine(any_database.url).begin() as connection:
         command.downgrade(alembic_config(connection), "0001")
@@ -57,7 +57,7 @@ def test_what_a_server_of_the_first_revision_left(any_database: Database, tmp_pa
 
 
 def same(found: dict[Table, list[Row]], rows: dict[Table, list[Row]]) -> bool:
-    """Whether each of `rows` is found as it was; a table may have more columns by now."""
+    """Whether `found` has each of `rows` as it was; a table may have more columns by now."""
     return all(
         sorted(repr([row[name] for name in sorted(given[0])]) for row in found[table])
         == sorted(repr([row[name] for name in sorted(row)]) for row in given)

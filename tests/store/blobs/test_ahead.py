@@ -1,4 +1,5 @@
-"""What is about to be read comes beside each other, with all that is wrong with it; and alone where it is near."""
+"""Blobs that are about to be read are fetched together from a distant store, and each error comes with its blob; from
+a local folder each is read when it is asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ NAMES = [(f"ops/{number}/body", "") for number in range(8)]
 
 
 class FarBlobs(FolderBlobs):
-    """A read ends when all others have begun."""
+    """A distant store: each read ends only when all others have begun."""
 
     def __init__(self, root: Path, together: int) -> None:
         super().__init__(root)
@@ -37,7 +38,7 @@ def test_reads_that_take_long_are_made_at_once(tmp_path: Path) -> None:
     ahead.fetch([*NAMES, *NAMES])
     assert [ahead.get(*name) for name in NAMES] == [ref.encode() for ref, _ in NAMES]
     blobs.met = threading.Barrier(1)
-    assert ahead.get(*NAMES[0]) == b"ops/0/body"  # again, and read again
+    assert ahead.get(*NAMES[0]) == b"ops/0/body"  # asked for again, so read again
     ahead.fetch([("ops/none/body", ""), ("ops/1/body", "0" * 64)])
     with pytest.raises(FileNotFoundError):
         ahead.get("ops/none/body", "")
@@ -48,7 +49,7 @@ def test_reads_that_take_long_are_made_at_once(tmp_path: Path) -> None:
     blobs.threads.shutdown()
 
 
-def test_what_is_near_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_blob_in_a_local_folder_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path)
     ahead = Ahead(blobs)
     ahead.fetch(NAMES)
@@ -56,7 +57,7 @@ def test_what_is_near_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     assert ahead.get(*NAMES[0]) == b"later"
 
 
-def test_what_a_message_has_brought_is_not_read_and_is_what_was_accepted(tmp_path: Path) -> None:
+def test_a_body_that_came_in_a_message_is_not_read_and_must_have_its_hash(tmp_path: Path) -> None:
     ahead, digest = Ahead(FarBlobs(tmp_path, 1)), hashlib.sha256(b"body").hexdigest()
     ahead.fetch([("", digest)])
     assert ahead.get("", digest, b"body") == b"body"
@@ -65,7 +66,7 @@ def test_what_a_message_has_brought_is_not_read_and_is_what_was_accepted(tmp_pat
 
 
 class SlowBlobs(FolderBlobs):
-    """A read of a ref ends when it may."""
+    """A distant store with one thread: a read ends when the test lets it (`may`)."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -79,7 +80,7 @@ class SlowBlobs(FolderBlobs):
         return super().get(ref, sha256)
 
 
-def test_who_waits_sees_what_has_come_and_what_nobody_asked_for_is_dropped(tmp_path: Path) -> None:
+def test_a_waiting_reader_sees_which_blobs_came_and_unwanted_reads_are_dropped(tmp_path: Path) -> None:
     blobs = SlowBlobs(tmp_path)
     for ref, _ in NAMES:
         blobs.put(ref, ref.encode())
@@ -90,7 +91,7 @@ def test_who_waits_sees_what_has_come_and_what_nobody_asked_for_is_dropped(tmp_p
     blobs.may[first[0]].set()
     ahead.wait(30)
     assert [ahead.has(*name) for name in (first, second)] == [True, False]
-    ahead.fetch([first, second, NAMES[3]])  # the third has not begun
+    ahead.fetch([first, second, NAMES[3]])  # no longer the third, whose read has not begun
     for ref, _ in NAMES:
         blobs.may[ref].set()
     assert ahead.get(*NAMES[3]) == NAMES[3][0].encode()
@@ -100,7 +101,7 @@ def test_who_waits_sees_what_has_come_and_what_nobody_asked_for_is_dropped(tmp_p
     blobs.threads.shutdown()
 
 
-def test_what_could_not_be_read_is_read_again_when_it_is_asked_for_again(tmp_path: Path) -> None:
+def test_a_blob_that_could_not_be_read_is_read_again_when_asked_for_again(tmp_path: Path) -> None:
     blobs = FarBlobs(tmp_path, 1)
     ahead = Ahead(blobs)
     ahead.fetch(NAMES[:1])

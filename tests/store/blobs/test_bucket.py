@@ -1,5 +1,5 @@
-"""What can be wrong with a bucket: it is said at the start, with what to set; later it only delays, and looks like no
-blob that is gone."""
+"""What can be wrong with a bucket: a start refuses it and says what to set; later it only delays, and is never taken
+for a missing blob."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def environment(object_store: OwnStore, monkeypatch: pytest.MonkeyPatch) -> pyte
 
 @pytest.fixture
 def answering(environment: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """A store that answers everything with the last of these codes, and repeats what it should not. "": something
+    """A store that answers everything with the last of these codes, and repeats secrets in its answers. With "" a proxy
     before it answers."""
     codes = ["AccessDenied"]
 
@@ -71,7 +71,7 @@ def answering(environment: pytest.MonkeyPatch) -> Iterator[list[str]]:
             "s3://a.bucket/",
             {"AWS_REGION": "eu-west-1"},
             "https://s3.eu-west-1.amazonaws.com/a.bucket/x",
-        ),  # certificates
+        ),  # no wildcard certificate covers a dotted name
         ("s3://bucket/a", {"AWS_ENDPOINT_URL": "http://own:9000"}, "http://own:9000/bucket/a/x"),
         (
             "s3://bucket/a",
@@ -80,7 +80,7 @@ def answering(environment: pytest.MonkeyPatch) -> Iterator[list[str]]:
         ),
     ],
 )
-def test_where_a_bucket_is_asked_for(
+def test_the_address_at_which_a_bucket_is_asked(
     monkeypatch: pytest.MonkeyPatch, url: str, variables: dict[str, str], at: str
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -153,7 +153,7 @@ def test_a_machine_or_a_container_without_a_role_has_no_credentials(place: str) 
     assert _reason(BaseError(said))[0] == "NoCredentials"
 
 
-def test_a_bucket_that_is_gone_is_no_blob_that_is_gone(answering: list[str], tmp_path: Path) -> None:
+def test_a_missing_bucket_is_not_taken_for_a_missing_blob(answering: list[str], tmp_path: Path) -> None:
     answering.append("NoSuchBucket")
     blobs = ObjectBlobs(Bucket(OwnStore.url), tmp_path, 1 << 20)
     for call in (blobs.get, blobs.exists, blobs.size_bytes, blobs.check_folder):
@@ -178,7 +178,7 @@ def test_a_store_that_is_away_delays(environment: pytest.MonkeyPatch, tmp_path: 
         try:
             blobs.put("b", b"during")
             break
-        except StoreAway:  # as whoever needs it does
+        except StoreAway:  # every caller of a store tries again
             continue
     assert (blobs.get("a"), blobs.get("b")) == (b"before", b"during")
     thread.join()
@@ -188,7 +188,7 @@ def test_a_store_that_is_away_delays(environment: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.parametrize(
     "url", ["https://bucket/x", "s3://", "s3://A", "s3://bucket/a//b", "s3://bucket/a b", "bucket"]
 )
-def test_what_names_no_bucket_is_refused(tmp_path: Path, url: str) -> None:
+def test_a_url_that_names_no_bucket_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(ValueError, match="blob_url"):
         Settings(data_dir=tmp_path, blob_url=url)
 
@@ -200,7 +200,7 @@ def test_short_secrets_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Nothing is set of any store."""
+    """No AWS variable is set but an endpoint."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
@@ -222,14 +222,16 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", "/nowhere", "cannot be read"),
     ],
 )
-def test_what_no_request_can_have_is_named(bare: pytest.MonkeyPatch, name: str, value: str, why: str) -> None:
-    """Its client panics of it, in Rust: no Exception, and a page about its own source."""
+def test_a_variable_whose_value_no_request_can_carry_is_named(
+    bare: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    """The store's client would panic in Rust: that is no Exception, and prints a page about its own source."""
     bare.setenv(name, value)
     with pytest.raises(SettingsError, match=f"^{name}: .*{why}"):
         Bucket("s3://weft")
 
 
-def test_a_token_that_no_request_can_have_is_named_at_the_start_and_delays_later(
+def test_a_token_that_no_request_can_carry_is_named_at_the_start_and_delays_later(
     bare: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -237,7 +239,7 @@ def test_a_token_that_no_request_can_have_is_named_at_the_start_and_delays_later
     bare.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
     token.write_text("token")
     bucket = Bucket("s3://weft")
-    token.write_text("token\n")  # as a shell's echo has it
+    token.write_text("token\n")  # as a shell's echo writes it
     with pytest.raises(SettingsError, match=f"TOKEN_FILE: {token} must be ASCII without an end of line"):
         Bucket("s3://weft")
     with pytest.raises(SettingsError, match=r"AWS_\.\.\.: one of these variables, or a file that one names"):

@@ -1,4 +1,4 @@
-"""A worker's copies of far folders: checked whenever they are read, bounded, and never taken from a reader."""
+"""A worker's copies of folders in a bucket: checked at each read, bounded in size, and never deleted while read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(cache: FolderCache, source: Source, name: str) -> bytes:
 
 @pytest.fixture(autouse=True)
 def free_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What the disk has free, from the last number on."""
+    """The bytes free on the disk: the last number of the list."""
     free = [cache_module.LEFT_FREE_BYTES]
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=free[-1]))
@@ -49,8 +49,8 @@ def here(root: Path) -> set[str]:
 
 
 def test_the_one_read_longest_ago_makes_room_and_one_in_use_stays(tmp_path: Path) -> None:
-    source, cache = Source(), FolderCache(tmp_path, 3500)  # three, with their lists
-    other = FolderCache(tmp_path, 3500)  # of another process
+    source, cache = Source(), FolderCache(tmp_path, 3500)  # room for three folders and their lists
+    other = FolderCache(tmp_path, 3500)  # as another process has it
     with ExitStack() as held:
         first = held.enter_context(cache.reading("a", source("a")))
         for name in "bcd":
@@ -68,17 +68,17 @@ def test_copies_make_room_where_the_disk_has_little(tmp_path: Path, free_bytes: 
     for name in "abcd":
         read(cache, source, name)
     assert here(tmp_path) == {"a", "b", "c", "d"}
-    free_bytes.append(cache_module.LEFT_FREE_BYTES - 2500)  # three, with their lists
+    free_bytes.append(cache_module.LEFT_FREE_BYTES - 2500)  # three folders and their lists must go
     read(cache, source, "e")
     assert here(tmp_path) == {"d", "e"}
     free_bytes.append(0)
     with cache.reading("f", source("f")) as folder:
-        assert (folder / "x").read_bytes() == b"f" * 1000  # no longer than it is read
+        assert (folder / "x").read_bytes() == b"f" * 1000  # kept only while it is read
         assert here(tmp_path) == {"f"}
 
 
 def test_what_was_read_again_stays_longer_whatever_its_name(tmp_path: Path) -> None:
-    source, cache = Source(), FolderCache(tmp_path, 2500)  # two, with their lists
+    source, cache = Source(), FolderCache(tmp_path, 2500)  # room for two folders and their lists
     for name in "abac":
         read(cache, source, name)
     assert here(tmp_path) == {"a", "c"}
@@ -96,7 +96,7 @@ def test_what_was_written_here_is_not_fetched(tmp_path: Path) -> None:
     assert source.fetched == []
 
 
-def test_what_readers_left_that_died_is_cleared_when_it_is_old_enough(tmp_path: Path) -> None:
+def test_leftovers_of_dead_readers_are_cleared_when_old_enough(tmp_path: Path) -> None:
     source, cache = Source(), FolderCache(tmp_path, 1 << 20)
     read(cache, source, "a")
     old, young = cache.new(), cache.new()
@@ -110,7 +110,7 @@ def test_what_readers_left_that_died_is_cleared_when_it_is_old_enough(tmp_path: 
     assert here(tmp_path) == {"a"}
 
 
-def test_damage_is_fetched_again_and_what_comes_damaged_is_given_to_nobody(tmp_path: Path) -> None:
+def test_a_damaged_copy_is_fetched_again_and_a_damaged_fetch_is_given_to_nobody(tmp_path: Path) -> None:
     source, cache = Source(), FolderCache(tmp_path, 1 << 20)
     read(cache, source, "a")
     (tmp_path / "a" / "x").write_bytes(b"b" * 1000)
@@ -137,7 +137,7 @@ def test_damage_is_fetched_again_while_somebody_still_reads_it(tmp_path: Path) -
     assert list((tmp_path / ".unfinished").iterdir()) == []
 
 
-def test_what_was_damaged_on_its_way_is_fetched_once_more(tmp_path: Path) -> None:
+def test_a_folder_damaged_on_its_way_is_fetched_once_more(tmp_path: Path) -> None:
     source, cache = Source(), FolderCache(tmp_path, 1 << 20)
 
     def once_wrong(folder: Path) -> None:

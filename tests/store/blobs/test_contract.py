@@ -53,7 +53,9 @@ def test_put_get_replace_delete(any_blobs: Blobs) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_what_was_read_short_is_read_once_more(any_blobs: Blobs, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def test_a_blob_that_was_read_short_is_read_once_more(
+    any_blobs: Blobs, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
     any_blobs.put("a", b"12345")
     source, name = (Path, "read_bytes") if isinstance(any_blobs, FolderBlobs) else (Bucket, "get")
     whole, short = getattr(source, name), iter(range(times))
@@ -156,7 +158,7 @@ def test_what_is_listed_has_its_age(any_blobs: Blobs) -> None:
     found = any_blobs.listed("ops/*/*")
     assert found.keys() == {"ops/aa/1", "ops/bb/2"}
     assert all(began - 2 < written < time.time() + 2 for written in found.values())
-    time.sleep(1.1)  # as fine as stores tell times
+    time.sleep(1.1)  # stores tell times in whole seconds
     any_blobs.touch("ops/aa/1")
     again = any_blobs.listed("ops/*/*")
     assert again["ops/aa/1"] > found["ops/aa/1"]
@@ -199,10 +201,11 @@ def test_readers_see_whole_blobs_while_writers_replace_them(any_blobs: Blobs) ->
     assert seen <= set(versions)
 
 
-def test_what_is_durable_is_on_the_disk_and_so_is_every_folder_that_names_it(
+def test_a_durable_blob_and_every_folder_that_names_it_are_flushed_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As fsync(2) has it: a file is lost in a power cut with the entry in its folder, and a folder with that in its."""
+    """After fsync(2): a power cut loses a file whose entry in its folder was not flushed, and likewise a folder whose
+    entry in the one above it was not."""
     flushed, fsync = list[str](), os.fsync
 
     def recorded(descriptor: int) -> None:
@@ -299,7 +302,7 @@ def test_a_folder_in_a_bucket_that_is_not_as_it_was_written_is_damaged(
 def test_a_folder_that_is_replaced_or_deleted_while_it_is_fetched(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader gets the new one, or hears that there is none: neither is damage."""
+    """Its reader gets the new folder, or hears that there is none: neither is reported as damage."""
     here, there = (ObjectBlobs(bucket, tmp_path / place, 1 << 20) for place in ("here", "there"))
     download = Bucket.download
 
@@ -308,7 +311,7 @@ def test_a_folder_that_is_replaced_or_deleted_while_it_is_fetched(
             (folder / "x").write_bytes(text)
 
     def first(change: Callable[[], None]) -> None:
-        """Before the next file of it is fetched."""
+        """Make the change before the next file of the folder is fetched."""
 
         def changed(self: Bucket, key: str, target: Path) -> None:
             monkeypatch.setattr(Bucket, "download", download)
@@ -358,13 +361,16 @@ def test_a_link_needs_no_key_and_ends(bucket: Bucket, tmp_path: Path) -> None:
     assert ObjectBlobs(bucket, tmp_path / "cache", 1 << 20).link("w", "x", timedelta(seconds=1)) == ""
 
 
-def test_what_a_writer_left_that_died_is_cleared_and_blobs_are_kept(bucket: Bucket, tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_writer_are_cleared_and_blobs_are_kept(bucket: Bucket, tmp_path: Path) -> None:
     blobs = ObjectBlobs(bucket, tmp_path / "cache", 1 << 20)
     with blobs.new_folder("w") as folder:
         (folder / "x").write_bytes(b"12345")
     (kept,) = bucket.listed("data")
     bucket.put("data/w/dead/x", b"half")
-    for generation in ("dead", kept.key.split("/")[2]):  # the second died after the list, before its note was deleted
+    for generation in (
+        "dead",
+        kept.key.split("/")[2],
+    ):  # the second died after it wrote the list, before it deleted its note
         bucket.put(f"unfinished/{generation}", b"w")
     blobs.clear_unfinished(time.time() - 3600)
     assert len(list(bucket.listed("data"))) == 2

@@ -11,7 +11,7 @@ from store.blobs.owner import _service_id
 from store.database.db import Database
 
 
-def test_all_that_start_at_once_have_one_id(postgres_database: Database) -> None:
+def test_servers_that_start_at_once_agree_on_one_id(postgres_database: Database) -> None:
     together = Barrier(4)
 
     def start(_: int) -> str:

@@ -1,4 +1,4 @@
-"""How full a disk may be when new work is still taken, and what is said when it is fuller."""
+"""How full a disk may be while new work is still accepted, and what the refusal says when it is fuller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
         (128 * MIB - 1, 10**6, 1000, "the server's disk is nearly full (127 MiB free, 128 are needed)"),
         (0, 0, 0, "the server's disk is nearly full (0 MiB free, 128 are needed)"),
         (128 * MIB, 10**6, 999, "the server's disk has room for 999 more files only"),
-        (128 * MIB, 0, 0, ""),  # of a file system that does not count them
+        (128 * MIB, 0, 0, ""),  # a file system that does not count files
     ],
 )
 def test_room_for_new_work(
@@ -32,7 +32,7 @@ def test_room_for_new_work(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_files=files, f_favail=free_files))
-    room = Room(tmp_path, clock=lambda: 0.0)  # of a machine that has just begun
+    room = Room(tmp_path, clock=lambda: 0.0)  # a machine that has just started
     if not said:
         room.check()
         return
@@ -44,7 +44,8 @@ def test_room_for_new_work(
 def test_there_is_room_again_when_the_disk_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a write that failed nobody knows: the next one tries, and the log promises nothing."""
+    """After a write that failed for lack of room nobody knows how much there is: the next write tries, and the log does
+    not promise that there is room again."""
     clock, free = [0.0], [128 * MIB]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[0]))
     room = Room(tmp_path, clock=lambda: clock[0])

@@ -1,4 +1,5 @@
-"""Rows written as one document are the rows that were meant, and a mistake in what waits to be sent is told."""
+"""Rows sent to the database as one document arrive as they were given, and a mistake in rows that wait to be sent
+raises."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ def test_rows_for_which_one_statement_of_sqlite_is_too_short(database: Database)
 
 @pytest.mark.parametrize("ids", [[], ["x"], ["x", "y", "nobody"]])
 def test_what_is_asked_comes_back_as_it_was_written(database: Database, ids: list[str]) -> None:
-    """Whole numbers beyond a float's, times, JSON, text of any kind, and nothing."""
+    """Integers that no float can hold, times, JSON, text of any kind, and None."""
     sent = [row("x", 1), row("y", 2, key_id=7, error='né\n"o"', timings={"at": [1.5]})]
     columns = [Operation.__table__.c[name] for name in sent[0]]
     question = {name: select(*columns).where(one) for name, one in among(columns[0], "ids").items()}
@@ -109,7 +110,7 @@ def test_what_is_asked_comes_back_as_it_was_written(database: Database, ids: lis
     assert nothing == []
 
 
-def test_a_mistake_in_what_waits_is_told_and_undoes_its_savepoint_alone(database: Database) -> None:
+def test_a_mistake_in_rows_not_sent_yet_raises_and_undoes_its_savepoint_alone(database: Database) -> None:
     def mistaken(connection: Connection) -> None:
         with connection.begin_nested():
             connection.execute(update(Operation).values(state="done"))
@@ -128,8 +129,8 @@ def test_a_mistake_in_what_waits_is_told_and_undoes_its_savepoint_alone(database
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_of_works_that_were_committed_together_only_the_mistaken_one_fails(database: Database, beside: bool) -> None:
-    """Alone or `beside` a work of another kind: rows are written at the latest with COMMIT, and found wrong there."""
+def test_of_writes_committed_together_only_the_mistaken_one_fails(database: Database, beside: bool) -> None:
+    """Alone or `beside` writes that are not batched: rows are sent with COMMIT at the latest, and found wrong there."""
 
     def insert(session: Session, rows: list[dict[str, Any]]) -> list[None]:
         insert_rows(session.connection(), Operation, rows)
@@ -215,7 +216,7 @@ COUNTED: Question = {
 }
 
 
-def test_what_is_asked_is_answered_in_order_and_sees_what_was_written_before(database: Database) -> None:
+def test_questions_are_answered_in_order_and_see_what_was_written_before(database: Database) -> None:
     def batch(session: Session, items: list[str]) -> list[list[list[Any]]]:
         connection = session.connection()
         insert_rows(connection, Operation, [row("x", 1), row("y", 2)])
@@ -229,7 +230,7 @@ def test_what_is_asked_is_answered_in_order_and_sees_what_was_written_before(dat
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
 @pytest.mark.parametrize("batched", [False, True], ids=["work", "batch"])
-def test_what_a_failed_write_had_ready_is_never_sent(database: Database, batched: bool, beside: bool) -> None:
+def test_the_rows_of_a_failed_write_are_never_sent(database: Database, batched: bool, beside: bool) -> None:
     def fails(session: Session, items: list[str] | None = None) -> list[None]:
         insert_rows(session.connection(), Operation, [row("lost", 1)])
         raise ValueError
@@ -254,7 +255,7 @@ LOCKS = text(
 )
 
 
-def test_whoever_writes_has_the_locks_of_all_until_the_end_and_batches_are_planned_once(
+def test_a_group_holds_the_locks_of_all_its_writes_and_batches_are_planned_once(
     postgres_database: Database,
 ) -> None:
     database = postgres_database
@@ -301,7 +302,7 @@ def test_a_connection_that_is_lost_tells_what_sqlalchemy_would(postgres_database
 
     def wrong(session: Session) -> Any:
         connection = session.connection()
-        insert_rows(connection, Operation, [row("x", 1)])  # of an organisation that is not there
+        insert_rows(connection, Operation, [row("x", 1)])  # its organisation does not exist
         return ask(connection, (NAMED, {"ids": ["x"]}))
 
     with pytest.raises(IntegrityError) as refused:
@@ -311,11 +312,11 @@ def test_a_connection_that_is_lost_tells_what_sqlalchemy_would(postgres_database
 
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("beside", [0, 2])
-def test_a_postgresql_that_takes_no_writes_is_away_and_another_connection_is_tried(
+def test_a_postgresql_that_takes_no_writes_counts_as_away_and_another_connection_is_tried(
     postgres_database: Database, batched: bool, beside: int
 ) -> None:
-    """After a failover the writer's connection may lead to what is a standby now; a managed one whose disk is nearly
-    full takes no writes either. Neither is a fault of what was to be written."""
+    """After a failover the writer's connection may lead to a server that is a standby now; a managed PostgreSQL whose
+    disk is nearly full takes no writes either. In neither case are the writes at fault."""
     database = postgres_database
     database.write_now(lambda session: session.execute(text("SET default_transaction_read_only = on")) and None)
 
@@ -339,8 +340,8 @@ def test_a_postgresql_that_takes_no_writes_is_away_and_another_connection_is_tri
         assert session.scalars(select(Organisation.id)).all() == ["late"]
 
 
-def test_what_is_required_fails_those_alone_who_require_it(database: Database) -> None:
-    """Of two batches in one transaction, and not first with its COMMIT, which is of both."""
+def test_a_failed_requirement_fails_only_the_batch_that_has_it(database: Database) -> None:
+    """Two batches share a transaction: the requirement is checked before its COMMIT, which would fail both."""
 
     class Missing(Exception):
         pass

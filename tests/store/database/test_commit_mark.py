@@ -1,4 +1,4 @@
-"""A database that is not the newest that there was is not taken for it."""
+"""A server refuses a database that lacks commits: its log was cut, it is an older copy, or it is gone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_each_commit_is_counted_and_a_refused_one_is_not(folder: Path) -> None:
 
 @pytest.mark.parametrize("left", [0.0, 0.25, 0.5, 0.9])
 def test_a_log_that_was_cut_is_noticed(folder: Path, left: float) -> None:
-    """The files as kill -9 leaves them, but for the end of the log."""
+    """The files are as kill -9 leaves them, except that the log lacks its end."""
     killed = folder / "killed"
     killed.mkdir()
     database = opened(folder)
@@ -92,6 +92,6 @@ def test_a_database_that_is_gone_is_not_begun_anew(folder: Path) -> None:
     assert not (folder / "weft.db").exists()
 
 
-def test_the_count_goes_round(tmp_path: Path) -> None:
+def test_the_count_of_commits_wraps_around(tmp_path: Path) -> None:
     assert CommitMark.next(5) == 6
     assert CommitMark.next(2**31 - 1) == 1

@@ -1,4 +1,4 @@
-"""Group commit: one transaction for all that wait, and each write succeeds or fails alone."""
+"""Group commit: one transaction for all writes that wait, and each write succeeds or fails alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def count_commits(database: Database) -> list[None]:
 
 @contextmanager
 def busy_writer(database: Database) -> Iterator[None]:
-    """The writer does nothing else inside, so that all writes gather into one group."""
+    """Keep the writer busy inside the block, so that all writes made there gather into one group."""
     started, release = threading.Event(), threading.Event()
 
     def work(_session: Session) -> None:
@@ -68,7 +68,7 @@ def busy_writer(database: Database) -> Iterator[None]:
 
 
 async def gather(database: Database, works: list[Callable[[Session], str]]) -> list[str | BaseException]:
-    """All works in as few groups as can be."""
+    """Do all works in as few groups as possible; returns their answers or errors."""
     with busy_writer(database):
         tasks = [asyncio.create_task(database.write(work)) for work in works]
         await asyncio.sleep(0)
@@ -88,10 +88,10 @@ def test_writes_that_wait_share_one_commit(database: Database) -> None:
     results = asyncio.run(gather(database, [add(f"n{i}") for i in range(100)]))
     assert results == [f"n{i}" for i in range(100)]
     assert len(names(database)) == 100
-    assert len(commits) == 2  # the busy one, and the group
+    assert len(commits) == 2  # of the busy write, and of the group
 
 
-def test_writes_of_turns_that_follow_each_other_share_one_commit(database: Database) -> None:
+def test_writes_of_consecutive_turns_of_the_loop_share_one_commit(database: Database) -> None:
     commits = count_commits(database)
 
     async def later(turns: int) -> None:
@@ -108,13 +108,13 @@ def test_writes_of_turns_that_follow_each_other_share_one_commit(database: Datab
     assert len(commits) == 1
 
 
-def test_transactions_of_postgresql_keep_apart_and_what_comes_meanwhile_is_one(
+def test_commits_to_postgresql_keep_a_distance_and_writes_that_come_meanwhile_share_one(
     postgres_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, waits = threading.Event(), list[float]()
 
     class Still:
-        """A clock that stands."""
+        """A clock that stands still."""
 
         @staticmethod
         def monotonic() -> float:
@@ -134,7 +134,7 @@ def test_transactions_of_postgresql_keep_apart_and_what_comes_meanwhile_is_one(
         others = []
         for number in range(3):
             others.append(asyncio.create_task(postgres_database.write(add(f"n{number}"))))
-            await asyncio.sleep(0.05)  # the writer could have begun
+            await asyncio.sleep(0.05)  # long enough for the writer to begin, if it did not wait
         go_on.set()
         await asyncio.gather(*others)
 
@@ -143,14 +143,14 @@ def test_transactions_of_postgresql_keep_apart_and_what_comes_meanwhile_is_one(
     assert len(commits) == 2
 
 
-def test_nobody_asks_without_a_session_for_an_organisation(database: Database) -> None:
+def test_a_caller_of_an_organisation_cannot_ask_without_a_session(database: Database) -> None:
     with database.ask() as connection:
         assert connection.scalar(text("SELECT 1")) == 1
     with acting_as(Caller("org", "key:1")), pytest.raises(RuntimeError, match="session"), database.ask():
         pass
 
 
-def test_turns_that_always_bring_more_hold_nobody_up(database: Database) -> None:
+def test_turns_that_always_bring_more_writes_delay_nobody(database: Database) -> None:
     sizes: list[int] = []
 
     def batch(_session: Session, items: list[int]) -> list[int]:
@@ -175,7 +175,7 @@ def test_a_group_is_bounded(database: Database) -> None:
     assert len(commits) == 3
 
 
-def test_one_that_raises_fails_alone(database: Database) -> None:
+def test_a_write_that_raises_fails_alone(database: Database) -> None:
     def half_done(session: Session) -> str:
         add("never")(session)
         session.flush()
@@ -190,7 +190,7 @@ def test_one_that_raises_fails_alone(database: Database) -> None:
 
 
 def test_the_writer_keeps_its_connection_until_something_fails_on_it(database: Database) -> None:
-    """What has failed may have left it in a state that nobody knows; its pool sees to that."""
+    """A failure may leave the connection in an unknown state; given back to its pool, it is reset or replaced."""
     given_back: list[None] = []
     event.listen(database._write_engine, "checkin", lambda *_: given_back.append(None))
     database.write_now(add("a"))
@@ -244,11 +244,11 @@ def test_a_batch_that_raises_takes_no_other_with_it(database: Database) -> None:
     results = asyncio.run(main())
     assert [type(result) for result in results] == [str, IntegrityError, KeyError, str]
     assert names(database) == {"a", "c"}
-    assert len(commits) == 1  # what comes in one turn of the loop is one group
+    assert len(commits) == 1  # all writes of one turn of the loop are one group
 
 
 def test_a_batch_that_is_done_again_answers_anew(database: Database) -> None:
-    """What it refused the first time may be so by then."""
+    """What it refused at its first try may be allowed at the second."""
     tries: list[str] = []
 
     def insert(session: Session, names: list[str]) -> list[str | BaseException]:
@@ -270,7 +270,7 @@ def test_a_batch_that_is_done_again_answers_anew(database: Database) -> None:
     assert names(database) == {"a"}
 
 
-def test_one_that_raises_with_no_other_writes_nothing_and_the_writer_goes_on(database: Database) -> None:
+def test_a_lone_write_that_raises_writes_nothing_and_the_writer_goes_on(database: Database) -> None:
     def half_done(session: Session) -> None:
         add("never")(session)
         session.flush()
@@ -284,7 +284,7 @@ def test_one_that_raises_with_no_other_writes_nothing_and_the_writer_goes_on(dat
     assert names(database) == {"a"}
 
 
-def test_works_of_one_group_see_those_before_them(database: Database) -> None:
+def test_writes_of_one_group_see_those_before_them(database: Database) -> None:
     def count(session: Session) -> str:
         return str(session.scalar(select(func.count()).select_from(Organisation)))
 
@@ -309,7 +309,7 @@ def test_timestamps_come_back_in_utc(database: Database) -> None:
 
 
 def test_a_full_disk_writes_nothing_of_the_group(database: Database) -> None:
-    """SQLite rolls the transaction back by itself; what came after would be written outside of one."""
+    """SQLite rolls the transaction back by itself; the group's later writes would be made outside of any."""
     limit = "PRAGMA max_page_count = {}"
     pages = database.write_now(lambda session: session.scalar(text("PRAGMA page_count")))
     database.write_now(lambda session: session.execute(text(limit.format(pages + 10))).all())
@@ -322,8 +322,8 @@ def test_a_full_disk_writes_nothing_of_the_group(database: Database) -> None:
     assert names(database) == {"b"}
 
 
-def test_a_disk_that_is_full_for_a_batch_is_what_all_of_the_group_are_told(database: Database) -> None:
-    """Not that there is no savepoint to go back to: SQLite has rolled that back too."""
+def test_a_disk_that_is_full_for_a_batch_is_told_to_the_whole_group(database: Database) -> None:
+    """And not that the savepoint to go back to is missing: SQLite has rolled that back too."""
     limit = "PRAGMA max_page_count = {}"
     pages = database.write_now(lambda session: session.scalar(text("PRAGMA page_count")))
     database.write_now(lambda session: session.execute(text(limit.format(pages + 10))).all())
@@ -387,7 +387,7 @@ def test_write_now_inside_of_a_write_is_refused(database: Database) -> None:
 
 
 def option(session: Session, level: int, name: int) -> int:
-    """Of the socket to PostgreSQL that a session talks over."""
+    """An option of the socket over which a session talks to PostgreSQL."""
     driver = session.connection().connection.driver_connection
     assert driver is not None
     with socket.socket(fileno=os.dup(driver.pgconn.socket)) as connected:
@@ -395,10 +395,10 @@ def option(session: Session, level: int, name: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have other options")
-def test_a_postgresql_that_is_gone_without_a_word_is_given_up_soon_unless_the_url_says_otherwise(
+def test_a_postgresql_that_fell_silent_is_given_up_soon_unless_the_url_says_otherwise(
     postgres_database: Database,
 ) -> None:
-    """Neither reads nor writes wait for what the kernel would: a quarter of an hour, or two."""
+    """Neither reads nor writes wait as long as the kernel would: a quarter of an hour, or two hours."""
     patient = Database(f"{postgres_database.url}?tcp_user_timeout=60000")
 
     def waits_ms(session: Session) -> int:
@@ -416,7 +416,7 @@ def test_a_postgresql_that_is_gone_without_a_word_is_given_up_soon_unless_the_ur
     patient.close()
 
 
-def test_close_commits_what_waits_and_refuses_more(database: Database) -> None:
+def test_close_commits_the_writes_that_wait_and_refuses_more(database: Database) -> None:
     async def main() -> None:
         with busy_writer(database):
             tasks = [asyncio.create_task(database.write(add(f"n{i}"))) for i in range(10)]

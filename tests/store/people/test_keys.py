@@ -42,7 +42,7 @@ def test_a_key_belongs_to_its_organisation(database: Database) -> None:
 @pytest.mark.parametrize(
     "spoil", [lambda k: k[:-1], lambda k: k + "x", lambda k: "", lambda k: k[:12], lambda k: "tml-é"]
 )
-def test_anything_else_is_nobody(database: Database, spoil: object) -> None:
+def test_any_other_secret_is_of_nobody(database: Database, spoil: object) -> None:
     assert callable(spoil)
     assert authenticate(database, spoil(create(database, "a"))) is None
 
@@ -74,7 +74,7 @@ def test_the_secret_is_nowhere_on_disk(database: Database, tmp_path: Path) -> No
 
 
 def test_a_secret_that_is_not_the_keys_revokes_nothing_and_the_next_of_that_prefix_is_tried(database: Database) -> None:
-    """Prefixes are random and not unique: a whole key means itself, whatever else begins like it."""
+    """Prefixes are random and not unique: a whole key revokes itself alone, whichever others begin like it."""
     first, second, other = (create(database, "a") for _ in range(3))
 
     def alike(session: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_secret_that_is_not_the_keys_revokes_nothing_and_the_next_of_that_pref
 
 @pytest.mark.parametrize("of", [lambda whole: min(whole), lambda whole: max(whole)])
 def test_a_prefix_revokes_its_own_key_only(database: Database, of: Callable[[list[str]], str]) -> None:
-    """Neither those that come before it in the alphabet nor those after."""
+    """And no key whose prefix sorts before or after it."""
     whole = [create(database, "a") for _ in range(3)]
     chosen = of(whole)
     assert database.write_now(lambda session: keys.revoke(session, chosen[:12])) == 1
@@ -100,7 +100,7 @@ def test_a_prefix_revokes_its_own_key_only(database: Database, of: Callable[[lis
 
 
 def test_many_secrets_of_many_keys_are_each_their_own_keys(database: Database) -> None:
-    """While the earlier ones still hold: whatever their hashes sort before."""
+    """Also while the earlier secrets are still valid, in whatever order their hashes sort."""
     old = [create(database, f"{n}") for n in range(6)]
 
     def rotate(session: Any) -> list[str]:
@@ -132,7 +132,7 @@ def test_another_secret_is_as_long_and_ends_as_its_row_says(database: Database) 
 
 
 def test_a_key_and_its_earlier_secret_end_at_their_moment(database: Database) -> None:
-    """At the moment itself they are over."""
+    """At that moment itself neither is valid any more."""
     old = create(database, "a")
     new = database.write_now(lambda session: keys.rotate(session, session.get_one(ApiKey, 1), timedelta(hours=1)))
 
@@ -189,7 +189,7 @@ def test_when_a_secret_ends(
     ],
 )
 def test_a_row_says_who_was_given_its_secret(database: Database, who: Caller, receiver: str | None) -> None:
-    """Who made the link that a session began by could be sitting there."""
+    """Whoever made the link by which a session began may be the one who uses it: then the row names them."""
     create(database, "a")
 
     def given(session: Any) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""Ids that are drawn many at a time."""
+"""Ids, whose random bytes are drawn for many at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_id_is_drawn_twice() -> None:
     assert {len(bytes.fromhex(each)) for each in drawn} == {16}
 
 
-def test_a_fork_draws_its_own() -> None:
+def test_a_forked_process_draws_ids_of_its_own() -> None:
     said = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=True)
     child, parent = said.stdout.split()
     assert child != parent
