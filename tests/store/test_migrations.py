@@ -115,7 +115,7 @@ def test_two_processes_may_migrate_at_once(tmp_path: Path) -> None:
 def test_tables_change_only_after_the_servers_that_share_them_have_ended(
     any_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A new server that migrates at its start must not do so beside old ones: their code may not know what it writes."""
+    """A new server migrates at its start, but not beside old ones: their code may not know what it writes."""
     before = inspect(create_engine(any_database.url)).get_columns("operations")
     with create_engine(any_database.url).connect() as connection, connection.begin():
         command.downgrade(alembic_config(connection), "0004")
