@@ -1,4 +1,4 @@
-"""The chart of deploy/helm: rendered and linted by Helm's own code, its objects held against Kubernetes' schemas."""
+"""The chart of deploy/helm: rendered and linted by Helm's own code, its objects checked against Kubernetes' schemas."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_helm_and_kubernetes_find_nothing_wrong(values: dict[str, Any]) -> None:
     assert not report["errors"]
     assert [found["error"] for found in report["messages"]] == ["icon is recommended"]
     for one in objects(values):
-        if one["kind"] != "PodMonitor":  # of the operator, not of Kubernetes
+        if one["kind"] != "PodMonitor":  # a kind of Prometheus' operator, not of Kubernetes
             kubernetes_validate.validate(one, KUBERNETES, strict=True)
 
 

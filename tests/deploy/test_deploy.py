@@ -146,14 +146,14 @@ def test_every_kernel_is_compiled_ahead(file: str) -> None:
 
 
 @pytest.mark.parametrize("package", ["", "client_sdk"])
-def test_setup_installs_what_builds_a_package(package: str) -> None:
-    """Which pip does not, where it builds in the environment itself."""
+def test_make_setup_installs_the_build_requirements_of_a_package(package: str) -> None:
+    """Because pip does not when it builds without an environment of its own."""
     needed = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["build-system"]["requires"]
     assert {f"'{name}'" for name in needed} <= set((ROOT / "Makefile").read_text().split())
 
 
-def test_what_serves_is_compiled_ahead() -> None:
-    """Who serves may not write beside the sources (the image, the unit), and would compile them at each start."""
+def test_the_packages_of_the_servers_are_compiled_ahead() -> None:
+    """In the image and under the unit a server may not write beside its sources: else each start would compile them."""
     [served] = re.findall(r"^SERVED := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests", "tools"}
     assert set(served.split()) == rooms | {"client_sdk/weft"}
@@ -161,8 +161,8 @@ def test_what_serves_is_compiled_ahead() -> None:
         assert line in (ROOT / ("Makefile" if "BIN" in line else "deploy/Dockerfile")).read_text().splitlines()
 
 
-def test_the_unit_starts_again_at_once_and_never_gives_up() -> None:
-    """As clients do not. What is wrong in the settings, exit code 2, is not mended by starting again."""
+def test_the_unit_restarts_at_once_and_never_gives_up() -> None:
+    """Clients do not give up either. Only wrong settings, exit code 2, keep it down: no restart mends them."""
     unit = configparser.ConfigParser(interpolation=None, strict=False)
     unit.optionxform = str  # type: ignore[assignment]
     unit.read(DEPLOY / "weftd.service")
@@ -172,7 +172,7 @@ def test_the_unit_starts_again_at_once_and_never_gives_up() -> None:
 
 
 def test_proxies_are_trusted_where_they_come_from() -> None:
-    """Compose: the gateway of its own network; Kubernetes: what the servers' environment names."""
+    """Compose trusts the gateway of its own network; Kubernetes trusts what the servers' environment names."""
     settings = load_settings(DEPLOY / "weft.toml")
     (network,) = COMPOSE["networks"]["default"]["ipam"]["config"]
     assert settings.front.trusted_proxies == [network["gateway"]]
@@ -183,7 +183,7 @@ def test_proxies_are_trusted_where_they_come_from() -> None:
             ipaddress.ip_network(trusted)
 
 
-def test_the_versions_that_the_front_relies_on_are_required() -> None:
+def test_the_versions_of_starlette_and_uvicorn_that_weft_relies_on_are_required() -> None:
     """Older Starlettes put the Host header into paths; older Uvicorns trust no networks."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = {Requirement(line).name: Requirement(line).specifier for line in project["dependencies"]}

@@ -1,4 +1,4 @@
-"""`make gpu-check` without a device: it says so; and what it makes of steps that fail or take too long."""
+"""`make gpu-check` says that there is no device, and reports steps that fail or take too long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from store.load_settings import load_settings
 
-#: Says what it has to say when it is interrupted, and has started a process that goes on.
+#: A step that prints its line only when it is interrupted, and has started a process that would go on.
 LONG = """
 import os, subprocess, sys, time
 child = subprocess.Popen(["sleep", "60"])
@@ -57,13 +57,13 @@ def runs(pid: int) -> bool:
         return False
 
 
-def test_every_step_ends_and_is_told(
+def test_every_step_ends_and_is_reported(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     ready = tmp_path / "ready"
 
     class Patient(subprocess.Popen[bytes]):
-        """Its second of time begins when it runs: a machine may be busy."""
+        """The step's second begins when its program runs: on a busy machine the start alone may take longer."""
 
         def wait(self, timeout: float | None = None) -> int:
             deadline = time.monotonic() + 60
@@ -73,7 +73,7 @@ def test_every_step_ends_and_is_told(
             return super().wait(timeout)
 
     monkeypatch.setattr(check.subprocess, "Popen", Patient)
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where all of this is started in the background
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell that starts `make` in the background
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     python = [sys.executable, "-c"]
     todo = [
@@ -98,7 +98,7 @@ def test_every_step_ends_and_is_told(
     )
 
 
-def test_servers_of_the_tests_compute_as_it_says(
+def test_servers_of_the_served_step_compute_in_float32(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (served,) = (step for step in check.steps(tmp_path) if step.name == "served")
@@ -108,7 +108,7 @@ def test_servers_of_the_tests_compute_as_it_says(
     assert settings.trainer.dtype == settings.generator.dtype == "float32"
 
 
-def test_only_what_is_missing_comes_from_the_bundle(check: ModuleType, tmp_path: Path) -> None:
+def test_only_missing_packages_are_unpacked_from_the_bundle(check: ModuleType, tmp_path: Path) -> None:
     for name in ("pytest", "weft_missing"):
         with ZipFile(tmp_path / f"{name}-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}.py", "")

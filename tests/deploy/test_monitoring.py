@@ -1,5 +1,6 @@
-"""The dashboard and the alerts of deploy/monitoring: held by Prometheus' own tool, and asked of a real Prometheus that
-scrapes a real server and a real replica. Where it is not installed (`apt-get install prometheus`) those are skipped."""
+"""The dashboard and the alerts of deploy/monitoring: checked by Prometheus' own tool, and asked of a real Prometheus
+that scrapes a real server and a real replica. Tests that need it are skipped where it is not installed
+(`apt-get install prometheus`)."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ RULES: list[dict[str, Any]] = [
 ]
 TESTED = ("alerts.test.yaml", "alerts.days.test.yaml")
 CASES: list[dict[str, Any]] = [case for file in TESTED for case in yaml.safe_load((FOLDER / file).read_text())["tests"]]
-#: Queries of these have an answer only when something has gone wrong, or when a day has passed.
+#: Queries of these metrics have an answer only after something has gone wrong, or after a day.
 RARE = re.compile(r"oldest_age|refused|rate_limited|budget_denied|webhook|restarts|ledger_drift")
 NAME = re.compile(r"\b(?:weft|process)_\w+")
 
 
 def queries() -> list[str]:
-    """Of the dashboard, as Grafana would ask them."""
+    """The queries of the dashboard, as Grafana would send them."""
     targets = [target for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
     return [target["expr"].replace("$job", "weft").replace("$__rate_interval", "30s") for target in targets]
 
@@ -91,7 +92,7 @@ class Prometheus:
         return [rule for group in groups for rule in group["rules"]]
 
     def until(self, query: str, within_s: float = 60) -> None:
-        """Until it has an answer."""
+        """Ask until the query has an answer."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             with suppress(httpx.HTTPError):
@@ -120,7 +121,7 @@ def prometheus(folder: Path, *ports: int) -> Iterator[Prometheus]:
 
 @pytest.fixture
 def replica(tmp_path: Path, postgres: PostgresServer, migrated_postgres: str) -> Iterator[int]:
-    """The metrics port of one of several servers, which has no workers."""
+    """Start one server of a service of several, without workers; its metrics port."""
     redis, port = OwnRedis(), free_port()
     with production_of(tmp_path, postgres, migrated_postgres, redis.url) as made:
         made.config.write_text(f"metrics_port = {port}\n" + made.config.read_text())
@@ -163,5 +164,5 @@ def test_every_query_is_answered_by_a_real_prometheus(
         for rule in RULES:
             found.query(rule["expr"])
         firing = {rule["name"] for rule in loaded if rule["state"] == "firing"}
-        assert firing <= {"WeftDiskFills", "WeftDiskFull"}  # of the machine that tests
+        assert firing <= {"WeftDiskFills", "WeftDiskFull"}  # the disk of the machine that runs the tests
     assert server.stop() == 0

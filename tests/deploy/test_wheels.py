@@ -1,5 +1,5 @@
-"""The two distributions, built, installed into environments without the checkout, and used: server, client from the
-server, a loop, and a neighbour of the same import name.
+"""The two distributions, built, installed into environments without the checkout, and used: a server, the client that
+it hands out, a training loop, and a foreign package of the same import name.
 
 The environments borrow what Weft requires from this one, whose editable Weft they do not see: `.pth` files of a
 borrowed folder are not read.
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "WEFT_", "TINKER_"))}
 
-#: Pages that are tried in an environment of the client alone.
+#: Pages that are run in an environment with only the client.
 GUIDES = (
     *(f"docs/guides/{name}.md" for name in ("sft", "dpo", "distillation", "from-tinker", "from-peft")),
     *("README.md", "docs/concepts.md", "docs/sdk.md", "docs/sampling.md", "docs/console.md", "docs/api.md"),
 )
-#: As in README.md, from nothing to a sampled answer.
+#: The loop of README.md, from nothing to a sampled answer.
 LOOP = """
 import weft
 from weft import types
@@ -54,7 +54,7 @@ with weft.ServiceClient() as service:
 
 
 def required_by(distribution: str) -> set[str]:
-    """The names of all that a wheel's requirements bring with them, without extras."""
+    """The names of all distributions that a wheel requires, directly or not, without extras."""
     notes = metadata.PathDistribution(zipfile.Path(distribution, f"weft_tuning-{weft_server.__version__}.dist-info/"))
     waiting, found = list(notes.requires or []), set()
     while waiting:
@@ -76,7 +76,7 @@ class Environment:
 
     @classmethod
     def bare(cls, folder: Path, distribution: str) -> Environment:
-        """One that borrows what `distribution` requires, and what that requires, and nothing else: no torch."""
+        """An environment that borrows only what `distribution` requires, directly or not: no torch."""
         made = cls(folder)
         (made.packages / "zz-borrowed.pth").unlink()
         for name in required_by(distribution):
@@ -88,7 +88,7 @@ class Environment:
 
     def install(self, *what: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-deps"]
-        pip += ["--no-index", "--no-warn-script-location", "--ignore-installed"]  # what is borrowed is no installation
+        pip += ["--no-index", "--no-warn-script-location", "--ignore-installed"]  # pip cannot remove borrowed ones
         subprocess.run([*pip, *what], check=True, env=CLEAN)
 
     def run(self, program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -118,7 +118,7 @@ def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="module")
 def server(installed: Environment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A running server of the installed wheels, as a client's environment variables."""
+    """Start a server of the installed wheels; the environment variables by which a client reaches it."""
     data = ["--data-dir", str(tmp_path_factory.mktemp("data"))]
     command = [str(installed.bin / "weftd"), "serve", "--port", "0", *data]
     process = subprocess.Popen(command, cwd=installed.packages, env=CLEAN, stdout=subprocess.PIPE, text=True)
@@ -164,7 +164,7 @@ def test_a_loop_with_the_client_that_the_server_gives(server: dict[str, str], tm
 
 @pytest.fixture(scope="module")
 def bare(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """The client, and what it requires."""
+    """An environment with the client and what it requires."""
     environment = Environment.bare(tmp_path_factory.mktemp("bare") / "venv", str(wheels["weft_tuning"]))
     environment.install(str(wheels["weft_tuning"]))
     assert "No module named 'torch'" in environment.run("python", "-c", "import torch").stderr
@@ -197,7 +197,7 @@ def test_a_package_of_the_same_name_is_named(wheels: dict[str, Path], tmp_path: 
     done = environment.run("python", "-c", "import weft")
     assert "weft 7.1 and weft-tuning both install the package `weft`" in done.stderr
     assert "pip uninstall weft weft-tuning" in done.stderr
-    environment.install("--force-reinstall", str(stranger))  # theirs over ours: the server says it
+    environment.install("--force-reinstall", str(stranger))  # theirs overwrites ours, and the server says so
     done = environment.run("weftd", "--help")
     assert (done.returncode, "another package of the import name weft" in done.stderr) == (2, True), done.stderr
 
@@ -205,8 +205,8 @@ def test_a_package_of_the_same_name_is_named(wheels: dict[str, Path], tmp_path: 
 @pytest.mark.long  # it installs all that the client requires from a package index: a minute or two
 @pytest.mark.timeout(900)
 def test_a_stranger_pastes_the_pages(wheels: dict[str, Path], tmp_path: Path) -> None:
-    """Where there is no checkout: docs/get-started.md from its first command to its last, then each guide in the
-    environment that it made. Only port and `make setup` are other ones."""
+    """Without a checkout: docs/get-started.md from its first command to its last, then each guide in the environment
+    that it made. Only the port and `make setup` are replaced."""
     set_up, *commands = blocks("docs/get-started.md")
     assert len(commanded(set_up.text + "".join(block.text for block in commands if block.language == "sh"))) + 1 <= 10
     port = str(free_port())
@@ -235,7 +235,7 @@ def test_a_stranger_pastes_the_pages(wheels: dict[str, Path], tmp_path: Path) ->
 
 
 def commanded(shell: str) -> list[str]:
-    """The commands of a script: its lines, a here-document and its body being one."""
+    """The commands of a script, one a line; a here-document stands without its body."""
     return [line for line in re.sub(r"(<<'END'\n).*?^END$", r"\1", shell, flags=re.S | re.M).splitlines() if line]
 
 
