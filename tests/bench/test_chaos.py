@@ -1,4 +1,4 @@
-"""What bench/chaos makes of the answers of clients. That it runs is seen by running it (`make chaos`)."""
+"""What bench/chaos computes from the answers of clients. That it runs is seen by running it (`make chaos`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def answers(*times: float, place: int = 0, value: str = "x") -> list[Answer]:
     ("times", "gap"),
     [
         ([9.0, 11.0, 12.0, 20.0, 21.0, 29.5], 8.5),
-        ([9.9, 10.5, 11.0], 19.0),  # no answer any more
+        ([9.9, 10.5, 11.0], 19.0),  # no more answers
         ([], 20.0),  # none at all
         ([9.0, 10.1, 19.0, 29.9], 10.9),
-        ([9.0, 29.0, 60.0], 20.0),  # what is after the end does not count
+        ([9.0, 29.0, 60.0], 20.0),  # answers after the end do not count
     ],
 )
 def test_the_longest_gap_of_a_client(times: list[float], gap: float) -> None:
-    """The kill is at 10, and over at 30."""
+    """The kill is at 10 s, and its window ends at 30 s."""
     assert longest_gap_s(times, 10.0, 30.0) == pytest.approx(gap)
 
 
@@ -38,7 +38,7 @@ def test_a_pause_is_that_of_the_client_who_waited_longest_less_what_is_usual() -
     assert (kind.answers, kind.differences, kind.errors) == (7, 0, [])
 
 
-def test_answers_are_held_against_the_calm_ones_of_their_place() -> None:
+def test_answers_are_compared_with_those_of_the_calm_run_at_their_place() -> None:
     kind = Kind("k")
     given = [Answer(9, 0, "old"), Answer(11, 0, "x"), Answer(12, 1, "x"), Answer(13, -1, "gone", failed=True)]
     compare(kind, "a", given, CALM, 10.0, 20.0)

@@ -1,4 +1,4 @@
-"""Measured figures in documents: each stands in a table that a command in bench/ has made."""
+"""Each measured figure in the documents stands in a table that a command in bench/ has made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.figures import TABLES, filled
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 MADE = re.compile(r"<!-- figures: [\w-]+ -->.*?<!-- end of figures -->", re.DOTALL)
-#: A number in a unit of measuring.
+#: A number with a unit in which results are measured, or a comparison.
 FIGURE = re.compile(
     r"\d[\d.,]* ?(?:µs|ms|tokens/s|GFLOPS|GB/s|MB/s)\b"
     r"|\d[\d.,]* times (?!its\b)"
@@ -20,10 +20,10 @@ FIGURE = re.compile(
     r"|\b(?:\w+ times|twice) as (?:fast|slow|much|many|long|large)\b"
     r"|\b\w+ times (?:faster|slower|larger|smaller|cheaper)\b"
 )
-#: A number of any unit, in a sentence that says that it was measured.
+#: A sentence that says that something was measured: there a number in any unit is a figure.
 SAID_TO_BE = re.compile(r"[^.]*\bmeasured\b(?:[^.]|\.(?=\d))*", re.IGNORECASE)
 NUMBER = re.compile(r"\d[\d.,]* ?(?:s|seconds|minutes|%|KB|MB|GB|KiB|MiB|GiB|sockets|tokens|samples)(?![\w/])")
-#: What is no measurement: settings, bounds that the code holds to, arithmetic, and figures of others.
+#: Figures that are no measurements of ours: settings, bounds that the code keeps, arithmetic, and those of others.
 GIVEN = {
     "50 ms": "how long a sample is left to one generator (LEFT_S)",
     "20 times ": "what `make soak TIMES=20` means",
@@ -39,7 +39,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_tables_are_those_that_the_results_make(document: Path) -> None:
+def test_tables_are_those_made_from_the_results(document: Path) -> None:
     text = document.read_text()
     assert filled(text) == text, f"python bench/figures.py makes {document.name} anew"
 
@@ -57,7 +57,7 @@ def test_no_figure_stands_outside_of_a_table(document: Path) -> None:
 
 
 def figures(text: str) -> list[str]:
-    prose = re.sub(r"^(?: {4}.*|\|.*)$", "", text, flags=re.MULTILINE)  # commands, and tables of what things are
+    prose = re.sub(r"^(?: {4}.*|\|.*)$", "", text, flags=re.MULTILINE)  # without commands and tables of descriptions
     return FIGURE.findall(text) + [found for said in SAID_TO_BE.findall(prose) for found in NUMBER.findall(said)]
 
 

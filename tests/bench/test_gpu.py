@@ -1,4 +1,4 @@
-"""The accounting of bench/gpu.py, and its model at a tiny size on the CPU."""
+"""What bench/gpu.py counts and computes, and its model at a tiny size on the CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from workers.model.adapters.shape import AdapterShape
 
 
 def test_parameters_of_the_published_shape() -> None:
-    """Flops count parameters: 30.5 billion of which 3.3 are active, the embedding aside; MLP adapters as published."""
+    """Flops are counted from parameters: 30.5 billion, of which 3.3 are active without the embedding, and those of MLP
+    adapters as published."""
     config = gpu.SHAPES["qwen3-30b-a3b"]
     base = gpu.Flops.per_token(config, 1, 0).base / 4
     assert base == pytest.approx(3.35e9 - config.vocab_size * config.hidden_size, rel=0.01)

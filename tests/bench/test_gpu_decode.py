@@ -1,4 +1,4 @@
-"""The accounting of bench/parts/gpu_decode.py, and its steps at a tiny size: on the CPU in Triton's interpreter."""
+"""What bench/parts/gpu_decode.py counts, and its steps at a tiny size: on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from workers.model.lora import products as lora_products
 
 @pytest.fixture
 def gpu_decode() -> Any:
-    """Imported late: DEVICE's module has Triton interpret before kernels are imported."""
+    """The module, imported late: first DEVICE's module must set Triton to interpret kernels."""
     return importlib.import_module("bench.parts.gpu_decode")
 
 
 def test_what_a_step_must_read(gpu_decode: Any) -> None:
-    """Of Qwen3-30B-A3B: one row reads the active parameters, very many rows all; each position 96 KiB of cache."""
+    """Of Qwen3-30B-A3B one row reads the active parameters, very many rows read all; each position 96 KiB of cache."""
     config = gpu.SHAPES["qwen3-30b-a3b"]
     embedding = config.vocab_size * config.hidden_size
     assert gpu_decode.bytes_read(config, 1, 0, 2) / 2 == pytest.approx(3.35e9 - embedding, rel=0.01)

@@ -1,4 +1,4 @@
-"""bench/gpu_served.py at a tiny size, with all that it starts; and the model folders that it serves."""
+"""bench/gpu_served.py at a tiny size, with all processes that it starts; and the model folders that it serves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_other_libraries_read_the_folder_as_we_do(tmp_path: Path) -> None:
     assert written == size_of(TINY) == 2 * AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters()
     card = read_card("tiny", tmp_path)
     assert card.config == TINY
-    assert card.eos_token_ids == ()  # a sample has as many tokens as it may
+    assert card.eos_token_ids == ()  # no token ends a sample before its limit
     assert AutoTokenizer.from_pretrained(tmp_path).encode("a b")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens_T = torch.arange(20) * 3 % TINY.vocab_size
@@ -41,17 +41,19 @@ def test_other_libraries_read_the_folder_as_we_do(tmp_path: Path) -> None:
         hidden_TD = decoder(tokens_T, torch.arange(20), PackedAttend([20]))
         found_T = target_logprobs(decoder, hidden_TD, torch.arange(20), tokens_T.roll(-1))
     torch.testing.assert_close(found_T, wanted_TV[torch.arange(20), tokens_T.roll(-1)], rtol=0, atol=1e-5)
-    assert wanted_TV.std() > 0.05  # of numbers that say something
+    assert wanted_TV.std() > 0.05  # so the comparison is not of equal numbers
 
 
-def test_of_the_published_shape() -> None:
-    """As Qwen3-30B-A3B's model card says: 30.5 billion parameters."""
+def test_the_size_is_that_of_the_published_model() -> None:
+    """The model card of Qwen3-30B-A3B says 30.5 billion parameters."""
     assert size_of(gpu.SHAPES["qwen3-30b-a3b"]) / 2 == pytest.approx(30.5e9, rel=0.005)
 
 
 @pytest.mark.parametrize(("used_gib", "copies", "holds"), [(33, 1.0, True), (53, 2.0, False)])
-def test_copies_are_what_is_used_beside_the_plan(tmp_path: Path, used_gib: int, copies: float, holds: bool) -> None:
-    """16 layers take 20 GiB. 10 are planned for keys and values, 2 for processes; 1 was used before."""
+def test_copies_of_the_base_are_counted_from_memory_beyond_the_plan(
+    tmp_path: Path, used_gib: int, copies: float, holds: bool
+) -> None:
+    """One copy of 16 layers takes 20 GiB. 10 are planned for keys and values, 2 for processes; 1 was used before."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
         '#!/bin/sh\ncase $1 in *compute-apps*) echo "$$, 512"; echo "1, [N/A]";; '

@@ -1,4 +1,4 @@
-"""What bench/gpu_tiles.py tries and keeps; the kernels themselves need a device."""
+"""Which constants bench/gpu_tiles.py tries and keeps; the kernels themselves need a device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import tests.workers.model.gpu_kit  # noqa: F401  (before the kernels)
 from bench import gpu_tiles
 
 
-def test_constants_are_there_and_what_they_are_is_tried() -> None:
+def test_constants_exist_and_their_present_values_are_tried() -> None:
     for choice in (*gpu_tiles.trained(), *gpu_tiles.decoded()):
         assert getattr(choice.module, choice.constant) in choice.values
 
 
-def test_the_fastest_is_kept_for_those_that_follow(
+def test_the_fastest_value_is_kept_while_later_constants_are_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module: Any = SimpleNamespace(__name__="module", FIRST=(0,), SECOND=(0,))

@@ -1,4 +1,4 @@
-"""bench/recurrences.py: what it takes the time of is computed."""
+"""The steps that bench/recurrences.py times are really computed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAMBA = replace(recurrences.MODELS["Nemotron-3-Nano"], **_SMALL, mamba=MambaConf
 
 
 @pytest.mark.parametrize("config", [DELTA, MAMBA], ids=["delta", "mamba"])
-def test_each_step_is_computed_and_none_fails(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_timed_step_is_computed_and_none_fails(config: DecoderConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, plain = Counter[str](), {name: getattr(one_token, name) for name in ("_in_c", "in_torch")}
     monkeypatch.setattr(recurrences, "BATCH", 3)
     for name in plain:

@@ -1,4 +1,4 @@
-"""The documentation builds as a site: each page in its place, each link leads somewhere, nothing is from elsewhere."""
+"""The documentation builds as a site: every page is there, no link is dead, and nothing comes from another site."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Fetched(HTMLParser):
-    """What a browser fetches for a page without a click."""
+    """The addresses that a browser fetches for a page without a click."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -87,11 +87,11 @@ def test_the_reference_is_made_of_docstrings(site: Path) -> None:
 
 def test_pages_that_name_each_other_are_linked(site: Path) -> None:
     assert '<a href="billing.html">billing.md</a> is the whole policy' in (site / "design.html").read_text()
-    assert "docs/production.md" in (site / "operating.html").read_text()  # in a block of code it stays as it is
+    assert "docs/production.md" in (site / "operating.html").read_text()  # in a block of code a name is no link
 
 
 def test_a_link_that_leads_nowhere_fails(tmp_path: Path) -> None:
-    """Whether there is no such page or no such heading: each is a warning, and any of them fails a build."""
+    """A missing page or a missing heading is a warning, and any warning fails the build."""
     wrong = "[x](no-such-page.md) [x](concepts.md#no-such-heading)"
     for name in ("docs", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.png", "tiny_model"))

@@ -1,4 +1,4 @@
-"""docs/models.md is what the table of families says."""
+"""docs/models.md says what the table of families says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/mutants.md has every module of `tools/mutants.py`, in the table or among those not tried yet, and no other."""
+"""docs/mutants.md names every module of `tools/mutants.py`, in the table or among those not tried yet, and no other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def listed() -> dict[str, tuple[str, ...]]:
-    """`MODULES`, whose file imports what is in an environment of its own."""
+    """`MODULES`, read from the source: its file imports packages that only an environment of its own has."""
     for node in ast.parse((ROOT / "tools" / "mutants.py").read_text()).body:
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "MODULES" and node.value is not None:
             found: dict[str, tuple[str, ...]] = eval(ast.unparse(node.value), {})

@@ -1,4 +1,4 @@
-"""What a run of tests reads anew after one file has changed: that file, and all that has any of it."""
+"""After one file has changed, a run of tests imports anew that file and all modules that import it, directly or not."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ FILES = {
         ("api.who.may_change", {"api.routes.computing.training"}, {"api.who.lookup", "scheduler.order.fair"}),
     ],
 )
-def test_who_imports_it_by_way_of_others_too(module: str, some: set[str], others: set[str]) -> None:
+def test_modules_that_import_it_through_others_are_found_too(module: str, some: set[str], others: set[str]) -> None:
     assert (some | others | {module}) <= FILES.keys()
     found = dependents(module, FILES, CHECKOUT)
     assert found >= some | {module}
     assert not found & others
 
 
-def test_in_functions_and_of_packages(tmp_path: Path) -> None:
-    """An import anywhere in a file counts; and whoever is in a package, or imports of it, runs its `__init__`."""
+def test_imports_in_functions_and_of_packages_are_found(tmp_path: Path) -> None:
+    """An import anywhere in a file counts; and a module in a package, or one that imports from it, runs its
+    `__init__`."""
     texts = {
         "a.changed": "",
         "a": "import a.changed",
