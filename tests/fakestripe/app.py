@@ -1,4 +1,5 @@
-"""The fake's HTTP: what of Stripe's API Weft calls, with authentication, idempotency keys, rate limits and faults."""
+"""The fake's HTTP: the part of Stripe's API that Weft calls, with authentication, idempotency keys, rate limits and
+faults."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from stripe.params import billing, checkout
 from tests.fakestripe.contract import BadRequest, Form, check_object, check_params, parse_form
 from tests.fakestripe.state import DAY_S, NotFound, Stripe
 
-#: lost: the request never arrives. unanswered: it does, and the answer is lost on the way back.
+#: lost: the request never arrives. unanswered: it arrives, and its answer is lost on the way back.
 Fault = Literal["ok", "lost", "unanswered", "429", "500", "403"]
 Handler = Callable[[Stripe, Form, str], Form]
 
 
 class Dropped(Response):
-    """The connection breaks before the answer is there."""
+    """Not an answer: the connection breaks first."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-length", b"100")]
@@ -35,8 +36,8 @@ class Dropped(Response):
 
 
 class Front:
-    """One account over HTTP. `faults` are used up by meter events, one each; nothing else can be made while it is
-    `broken`; `key` is the API key it knows."""
+    """One account over HTTP. Each meter event uses up one of `faults`; while it is `broken`, nothing else can be
+    made; `key` is the API key it accepts."""
 
     key = "rk_test_fake"
 
@@ -49,7 +50,7 @@ class Front:
         self.faults: deque[Fault] = deque()
         self.broken = False
         self.latency_s = 0.0
-        #: How many calls were refused because another one for that customer's meter was under way.
+        #: How many meter events were refused because another one of the same customer was under way.
         self.collisions = 0
         self.requests: list[tuple[str, str, Form]] = []
         self._in_flight: set[tuple[str, str]] = set()
@@ -91,8 +92,9 @@ class Front:
         return Dropped() if fault == "unanswered" else JSONResponse(body, status)
 
     def _keyed(self, request: Request, form: Form, declared: type | None, handler: Handler) -> Response:
-        """The first answer for an idempotency key, be it an error, is the answer to all repeats of a day, and another
-        request with it is refused. Invalid parameters are not kept (docs.stripe.com/api/idempotent_requests)."""
+        """Answer all repeats of an idempotency key with its first answer for a day, even an error, and refuse
+        a different request with the same key. Answers to invalid parameters are not kept
+        (docs.stripe.com/api/idempotent_requests)."""
         key = request.headers.get("idempotency-key") if request.method == "POST" else None
         same = f"{request.url.path} {json.dumps(form, sort_keys=True)}"
         at, asked, status, body = self._answers.get(key or "", (0.0, "", 0, {}))
@@ -141,7 +143,7 @@ def _customer(stripe: Stripe, form: Form, _id: str) -> Form:
 
 
 def _search_customers(stripe: Stripe, form: Form, _id: str) -> Form:
-    """By one value of the metadata; not those of the last minute, as Stripe says of itself."""
+    """Customers with one value in their metadata, but not those of the last minute: Stripe documents this delay."""
     asked = re.fullmatch(r"metadata\['(\w+)'\]:'(\w+)'", form["query"])
     if asked is None:
         raise BadRequest("We were unable to parse your search query", param="query")
@@ -226,7 +228,7 @@ def _subscription(stripe: Stripe, form: Form, _id: str) -> Form:
 
 
 def _cancelled(stripe: Stripe, _form: Form, subscription_id: str) -> Form:
-    """Once: then it is not there for those who cancel it."""
+    """Cancel a subscription. Only once: a second cancelling does not find it."""
     subscription = stripe.get("subscription", subscription_id)
     if subscription["status"] == "canceled":
         raise NotFound(subscription_id)
@@ -235,7 +237,7 @@ def _cancelled(stripe: Stripe, _form: Form, subscription_id: str) -> Form:
 
 
 def _subscriptions(stripe: Stripe, form: Form, _id: str) -> Form:
-    """Those that were cancelled are told only to who asks for them by their status."""
+    """A customer's subscriptions without the cancelled ones: Stripe lists those only if asked for their status."""
     _known_customer(stripe, form)
     rows = [row for row in stripe.all("subscription") if row["customer"] == form.get("customer")]
     return _list([row for row in rows if row["status"] != "canceled"])
@@ -270,7 +272,7 @@ def _prices(stripe: Stripe, form: Form, _id: str) -> Form:
 
 
 def _events(stripe: Stripe, form: Form, _id: str) -> Form:
-    """Of the last thirty days, the newest first."""
+    """The events of the last thirty days, the newest first."""
     since = max(int(form["created"]["gte"]), stripe.now - 30 * DAY_S)
     if len(form["types"]) > 20:
         raise BadRequest("You can pass up to 20 event names", param="types")
@@ -283,7 +285,7 @@ def _events(stripe: Stripe, form: Form, _id: str) -> Form:
     return {**page, "url": "/v1/events", "has_more": end < len(found)}
 
 
-#: Path, method: the type of its parameters, and what it does.
+#: By path and method: the type of the parameters, and the function that answers.
 API: dict[str, dict[str, tuple[type | None, Handler]]] = {
     "/v1/customers": {"POST": (v1.CustomerCreateParams, _customer)},
     "/v1/customers/search": {"GET": (v1.CustomerSearchParams, _search_customers)},

@@ -1,4 +1,4 @@
-"""Requests and objects against the types that stripe-python generates from Stripe's OpenAPI document."""
+"""Checks requests and objects against the types that stripe-python generates from Stripe's OpenAPI document."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Form = dict[str, Any]
 
 
 class BadRequest(Exception):
-    """What Stripe answers with 400."""
+    """A request that Stripe answers with 400."""
 
     def __init__(self, message: str, *, code: str | None = None, param: str | None = None, kind: str = "") -> None:
         super().__init__(message)
@@ -46,7 +46,7 @@ def _with_lists(value: Any) -> Any:
 
 
 def check_params(params: Form, declared: type | None) -> None:
-    """Refuse what Stripe would: parameters that the type does not have, and the lack of those that it must have."""
+    """Refuse what Stripe would: parameters that the type does not have, and missing ones that it requires."""
     if declared is None:
         if params:
             raise _unknown(next(iter(params)))
@@ -101,7 +101,7 @@ def _check(value: Any, hint: Any, path: str) -> None:
 
 
 def _choose(value: Any, hints: tuple[Any, ...]) -> Any:
-    """The alternative of a union that a value is meant as."""
+    """The alternative of a union that fits a value."""
     for hint in hints:
         origin = typing.get_origin(hint)
         if isinstance(value, dict) and (is_typeddict(hint) or origin is dict):
@@ -136,7 +136,7 @@ MODELS: dict[str, Any] = {
 
 
 def check_object(thing: Form) -> Form:
-    """An object with a field that Stripe's does not have would let code pass here and fail there."""
+    """Refuse an object with a field that Stripe's lacks: code that reads it would pass here and fail there."""
     model = MODELS[thing["object"]]
     invented = set(thing) - set(model.__annotations__)
     if invented:

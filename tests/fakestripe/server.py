@@ -1,4 +1,4 @@
-"""The fake on a free port of the loopback, in a thread of the test's process: tests look into it and change it."""
+"""The fake on a free loopback port, in a thread of the test's process, so that tests can look into it and change it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FakeStripe:
         return self.front.stripe
 
     def reset(self, now: datetime) -> FakeStripe:
-        """An empty account, with Weft's meters."""
+        """Start again with an empty account that has Weft's meters."""
         self.front.start_with(Stripe(now.timestamp()))
         for meter in ("train", "prefill", "sample", "storage"):
             name = f"weft_{meter}"

@@ -1,4 +1,4 @@
-"""What the fake knows: customers, meters and what was counted, payments; and the events that tell of them."""
+"""The state of the fake: customers, meters and what they counted, payments; and the events that tell of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tests.fakestripe.contract import BadRequest, Form, check_object
 
 DAY_S = 86_400
-#: For how long an identifier is known. Stripe promises "at least 24 hours"; this is the least.
+#: How long a meter event's identifier is remembered. Stripe promises "at least 24 hours"; this is the least.
 IDENTIFIERS_LAST_S = DAY_S
 
 
@@ -31,20 +31,20 @@ class Counted:
 
 @dataclass
 class Stripe:
-    """An account. `now` is its clock, in seconds since the epoch; summaries trail by `lag_s`."""
+    """An account. `now` is its clock, in seconds since the epoch; summaries lack events of the last `lag_s` seconds."""
 
     now: float
     lag_s: float = 60.0
     objects: dict[str, Form] = field(default_factory=dict)
     counted: list[Counted] = field(default_factory=list)
     identifiers: dict[str, float] = field(default_factory=dict)
-    #: Webhooks that are to be delivered, oldest first: the test takes them.
+    #: Events whose webhooks are not delivered yet, oldest first: the test takes them.
     events: list[Form] = field(default_factory=list)
-    #: All that were ever told, for those who ask for a list.
+    #: All events ever told, for requests that list them.
     told: list[Form] = field(default_factory=list)
-    #: The whole of thin events, for those who fetch them.
+    #: The full contents of thin events, for requests that fetch them.
     thin: dict[str, Form] = field(default_factory=dict)
-    #: What the payment of a checkout session will carry.
+    #: The metadata that the payment of each checkout session will carry.
     payment_metadata: dict[str, Form] = field(default_factory=dict)
     _numbers: Any = field(default_factory=lambda: itertools.count(1))
 
@@ -79,7 +79,7 @@ class Stripe:
     # Meters.
 
     def count(self, params: Form) -> Form:
-        """A meter event, refused or counted as Stripe says it does."""
+        """Refuse or count a meter event, by Stripe's documented rules."""
         meter = next((row for row in self.all("billing.meter") if row["event_name"] == params["event_name"]), None)
         if meter is None:
             raise BadRequest(f"No active meter found for event name {params['event_name']}", code="resource_missing")
@@ -101,7 +101,7 @@ class Stripe:
         customer = params["payload"].get("stripe_customer_id", "")
         if customer in self.objects:
             self.counted.append(Counted(params["event_name"], customer, int(value), timestamp, self.now))
-        else:  # accepted all the same: what is wrong comes later, as an event
+        else:  # accepted nevertheless: the error comes later, as an event
             self.report_error(meter, "meter_event_customer_not_found", identifier)
         return check_object(
             {
@@ -116,7 +116,7 @@ class Stripe:
         )
 
     def report_error(self, meter: Form, code: str, identifier: str) -> None:
-        """A thin event: it names the meter, and its whole must be fetched."""
+        """Tell of an error by a thin event: it only names the meter, and the rest must be fetched."""
         event_id = f"evt_{next(self._numbers)}"
         thin = {
             "id": event_id,
@@ -145,7 +145,7 @@ class Stripe:
     # Payments.
 
     def finish_checkout(self, session_id: str, *, decline: str | None = None) -> Form:
-        """The customer pays, or tries to. Returns the payment intent."""
+        """Let the customer pay, or be declined. Returns the payment intent."""
         session = self.get("checkout.session", session_id)
         payment = self.objects.get(session["payment_intent"] or "") or self.add(
             "pi",
@@ -194,7 +194,7 @@ class Stripe:
         self.tell(kind, thing)
 
     def invoice(self, customer: str, start: int, end: int) -> Form:
-        """The invoice of a month: each meter's sum, in cents, one line each."""
+        """Issue the invoice of a month: each meter's sum, in cents, on a line of its own."""
         cents = 0
         for meter in self.all("billing.meter"):
             uusd = self.total(meter["event_name"], customer, start, end)
@@ -204,7 +204,7 @@ class Stripe:
     def print_invoice(
         self, customer: str, start: int, end: int, cents: int, reason: str, subscription: Form | None
     ) -> Form:
-        """An invoice for that `reason`, of the subscription with this metadata, or of none."""
+        """Issue an invoice for that `reason`: of the `subscription` with this metadata, or of none."""
         details = {"metadata": subscription, "subscription": "sub_1"}
         invoice = self.add(
             "in",

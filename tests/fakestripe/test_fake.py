@@ -105,7 +105,7 @@ def test_an_idempotency_key_repeats_its_answer_and_takes_no_other_request(client
         client.v1.customers.create({"name": "b"}, {"idempotency_key": "k"})
 
 
-def test_summaries_trail(client: StripeClient, fake: FakeStripe) -> None:
+def test_summaries_lack_the_newest_events(client: StripeClient, fake: FakeStripe) -> None:
     fake.stripe.lag_s = 60
     client.v1.billing.meter_events.create(_event())
     window: Any = {"customer": "cus_1", "start_time": 0, "end_time": int(NOW.timestamp()) + 60}
@@ -133,7 +133,7 @@ def test_a_second_call_for_a_customers_meter_meets_429(client: StripeClient, fak
 
 
 @pytest.mark.parametrize(("fault", "counted"), [("lost", 0), ("unanswered", 5)])
-def test_a_broken_connection_says_nothing_of_what_arrived(
+def test_a_broken_connection_does_not_tell_whether_the_event_arrived(
     client: StripeClient, fake: FakeStripe, fault: Any, counted: int
 ) -> None:
     fake.front.faults.append(fault)

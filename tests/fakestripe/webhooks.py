@@ -1,5 +1,5 @@
-"""Webhooks as Stripe signs them. Written from its documentation, not with the client's own function, so that the two
-check each other."""
+"""Signs webhooks as Stripe does. Written from its documentation, without the client's own function, so that each
+checks the other."""
 
 from __future__ import annotations
 
