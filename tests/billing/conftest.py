@@ -1,4 +1,4 @@
-"""Two organisations with money, and operations that are accepted and settled as the journal does it."""
+"""Two organisations with money, and operations that are accepted and settled as the journal does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prices: integers, versions by time, and a list that is refused at start rather than at the first bill."""
+"""Prices: integers, versions by time, and a wrong list that is refused at start rather than at the first bill."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class TestSettling:
         assert till.wallet().held_nusd == 20 - (hold or 0)
 
     def test_of_many_each_organisation_is_charged_its_own_at_once(self, till: Till) -> None:
-        """One entry of each, which names the settlement of its events; what is free or failed leaves none."""
+        """Each gets one entry, which names the settlement of its events; free and failed operations leave none."""
         for org_id in ("a", "a", "b", "b"):
             till.accept(10, Payer(org_id))
         charges = [
@@ -313,7 +313,7 @@ class TestRefunds:
 
 class TestGrants:
     def give(self, till: Till, amount: int, kind: str = "promo", days: int | None = None) -> str:
-        """Each is given later than those before it."""
+        """Give a grant, later than those before it."""
         expires = START + timedelta(days=days) if days is not None else None
         now = START + timedelta(seconds=len(till.rows(tables.CreditGrant)))
         grant = till.database.write_now(
@@ -354,7 +354,7 @@ class TestGrants:
         till.mode("prepaid")
         with till.database.read() as session:
             assert session.get_one(tables.CreditGrant, grant).remaining_nusd == 10
-        # Accepted while it was good: `hold` looks at the clock, so the wallet is unlimited for a moment.
+        # As if accepted before the grant expired: `hold` looks at the clock, so the wallet is unlimited for a moment.
         till.mode("unlimited")
         op = till.accept(6)
         till.mode("prepaid")

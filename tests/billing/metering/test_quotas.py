@@ -1,4 +1,4 @@
-"""What an organisation may keep is counted: its own things only, kept things only, up to the limit and not beyond."""
+"""Quotas count only what an organisation itself still keeps, and let it keep as much as the limit and no more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEPT = {"stored_bytes": 50 + 7, "runs": 2, "sessions": 2, "custom_losses": 3, "t
 
 
 def fill(session: Session) -> None:
-    """Both organisations keep these, "b" twice as many of each; and what is over counts for neither."""
+    """Both organisations keep these, "b" twice as many of each; what has ended counts for neither."""
     numbers = count()
     session.add_all([tables.Organisation(id=org, name=org, created_at=NOW) for org in ("a", "b")])
     session.flush()
@@ -100,7 +100,7 @@ def test_what_is_kept_is_counted_for_its_organisation(full: Database) -> None:
 
 
 def _told(full: Database, of: Claim, coming: int = 0, org_id: str = "a") -> str | None:
-    """The reason why there is no room, if so; and whether there ever will be."""
+    """The reason for a refusal, which tells whether there will ever be room; None if there is room."""
     with full.read() as session:
         try:
             check(session, org_id, of, coming)
@@ -121,7 +121,7 @@ def test_the_last_of_it_can_be_had_and_nothing_beyond(full: Database, quota: str
     assert said in (_told(full, Claim(quota, used + 2), coming=2) or "")
 
 
-def test_what_is_larger_than_all_of_it_is_told_apart(full: Database) -> None:
+def test_a_request_larger_than_the_whole_quota_is_told_apart(full: Database) -> None:
     assert _told(full, Claim("archive_bytes", 5, adds=5)) is None
     refused = _told(full, Claim("archive_bytes", 5, adds=6)) or ""
     assert refused.startswith("False: the organisation's quota archive_bytes is 5, and this alone would be 6: ask the")
@@ -129,7 +129,7 @@ def test_what_is_larger_than_all_of_it_is_told_apart(full: Database) -> None:
 
 
 def test_the_operator_s_limit_goes_before_the_default(full: Database) -> None:
-    """One of nothing at all, too; and of one organisation alone."""
+    """Also a limit of 0; and it holds for that organisation alone."""
 
     def write(session: Session) -> None:
         session.get_one(tables.Organisation, "a").quotas = {"runs": 3, "sessions": 0}

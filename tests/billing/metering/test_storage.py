@@ -132,7 +132,7 @@ def test_what_was_stored_while_nobody_metered_is_billed_a_week_at_a_time(till: T
 
 def test_it_ends_with_the_deletion(till: Till) -> None:
     save(till, NOON)
-    for other in ("b", "d"):  # of no bytes, so that they cost nothing
+    for other in ("b", "d"):  # without bytes, so that they cost nothing
         save(till, NOON, other, 0)
     delete(till, NOON + timedelta(minutes=90))
     for minutes in (100, 200, 300):
@@ -294,7 +294,7 @@ def test_the_end_of_a_session_ends_what_its_own_samplers_are_on(till: Till, ende
 
 
 class TestWeightsThatLoseTheirName:
-    """They stay stored for the samplers and runs that are on them, and are billed for as long."""
+    """They stay stored for the samplers and runs that use them, and are billed as long as these do."""
 
     def stored(self, till: Till) -> int:
         with till.database.read() as session:
@@ -325,7 +325,7 @@ class TestWeightsThatLoseTheirName:
 
     @pytest.mark.parametrize("closed", [False, True])
     def test_without_anybody_on_them_they_are_gone(self, till: Till, closed: bool) -> None:
-        """A run that was loaded from them and is closed is not on them any more."""
+        """A closed run that was loaded from them does not use them any more."""
         save(till, NOON)
         if closed:
             load(till, "weights/c")
@@ -403,7 +403,7 @@ class TestWeightsThatLoseTheirName:
 
     @pytest.mark.parametrize(("expires", "named"), [(None, 60), (300, 60), (20, 20)])
     def test_not_beside_another_checkpoint_of_the_same(self, till: Till, expires: int | None, named: int) -> None:
-        """Unless that has expired before: then from when the first is gone."""
+        """Unless the other has expired before: then they are billed from the end of the first."""
         save(till, NOON)
         save(till, NOON, "copy")
         if expires is not None:
@@ -433,7 +433,7 @@ class TestWeightsThatLoseTheirName:
         assert self.minutes(till) == {("a", "r"): a, ("b", None): b - 30}
 
     def test_also_where_the_name_is_saved_again(self, till: Till) -> None:
-        """The checkpoint goes on under its id, and its end is not theirs."""
+        """The checkpoint keeps its id for the new weights; its end does not end the billing of the old ones."""
         save(till, NOON)
         sampler(till, "c", model_path="tinker://r/sampler_weights/c")
 
@@ -506,7 +506,7 @@ def test_two_that_meter_at_once_begin_a_checkpoint_once(till: Till) -> None:
     def adopt(other: Database) -> int:
         def work(session: Session) -> int:
             begun = storage._adopt(session, NOON)
-            time.sleep(0.5)  # the other one looks before this commits
+            time.sleep(0.5)  # so the other process looks before this one commits
             return begun
 
         return other.write_now(work)
@@ -541,7 +541,7 @@ def test_a_budget_made_before_the_last_hour_of_a_month_is_metered(till: Till) ->
 
 
 def test_a_budget_knows_what_else_was_spent_in_months_whose_storage_is_not_metered_yet(till: Till) -> None:
-    """The server was away from October to December but for a little work in November."""
+    """The server was down from October to December, except for a little work in November."""
     october, november, december = (datetime(2026, month, 5, tzinfo=UTC) for month in (10, 11, 12))
     save(till, october)
     till.end(till.accept(9, at=november), now=november, train=9)

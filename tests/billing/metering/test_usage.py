@@ -23,8 +23,8 @@ def hour(number: int, run_id: str, amount_nusd: int) -> dict[str, Any]:
     return {"hour": NOW + timedelta(hours=number)} | who | price | sums
 
 
-def test_it_is_the_sum_of_all_hours(any_database: Database) -> None:
-    """Beyond 64 bits, too; and no hour leaves the database by itself: a year of a busy organisation has a million."""
+def test_usage_of_a_run_is_the_sum_of_all_hours(any_database: Database) -> None:
+    """Also beyond 64 bits. And the database does not send single hours: a busy organisation has a million a year."""
     rows = [hour(number, run_id, 2**62 + number) for number in range(HOURS) for run_id in ("", "r")]
 
     def write(session: Any) -> None:

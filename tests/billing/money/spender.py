@@ -1,4 +1,4 @@
-"""A process that spends: `python -m tests.billing.money.spender URL THREADS TIMES AMOUNT`.
+"""A process that spends money: `python -m tests.billing.money.spender URL THREADS TIMES AMOUNT`.
 
 Each of its threads accepts TIMES operations of project "p" and key 1 that cost AMOUNT, and ends those that were
 accepted: most with their whole cost, some with less, some failed. Prints what it has spent.

@@ -77,7 +77,7 @@ def test_a_total_never_rolls_over(till: Till) -> None:
     assert till.agrees()
 
 
-def test_made_in_the_middle_it_knows_what_is_spent_and_held(till: Till) -> None:
+def test_a_budget_made_in_the_middle_of_a_month_knows_what_is_spent_and_held(till: Till) -> None:
     till.end(till.accept(5, KEY, NOVEMBER), now=NOVEMBER, train=4)
     running = till.accept(3, KEY, NOVEMBER)
     till.accept(100, at=NOVEMBER)  # of no project and no key
@@ -96,7 +96,7 @@ def test_made_in_the_middle_it_knows_what_is_spent_and_held(till: Till) -> None:
     ("scope", "scope_id", "name"),
     [("org", "a", "organisation"), ("project", "p", "project p"), ("key", "1", "key 1")],
 )
-def test_a_refusal_says_which(till: Till, scope: Scope, scope_id: str, name: str) -> None:
+def test_a_refusal_names_its_budget(till: Till, scope: Scope, scope_id: str, name: str) -> None:
     put(till, 5, scope, scope_id)
     till.accept(2, KEY, NOVEMBER)
     refusal = till.refused(4, KEY, NOVEMBER)
@@ -107,7 +107,7 @@ def test_a_refusal_says_which(till: Till, scope: Scope, scope_id: str, name: str
 
 
 def test_a_month_is_that_of_utc_wherever_the_database_is(till: Till) -> None:
-    """West of Greenwich it begins in another one."""
+    """In a time zone west of Greenwich, the UTC month begins on the last day of the month before."""
     if till.database.url.startswith("sqlite"):
         pytest.skip("SQLite has no time zone")
     name = till.database.url.rpartition("/")[2]
@@ -123,8 +123,8 @@ def test_a_month_is_that_of_utc_wherever_the_database_is(till: Till) -> None:
         assert till.agrees()
 
 
-def test_several_count_each_its_own(till: Till) -> None:
-    """What several limit stops at the first that is reached."""
+def test_several_budgets_count_each_its_own(till: Till) -> None:
+    """Work that several budgets limit stops at the first that is reached."""
     put(till, 100, period="total")
     put(till, 10, "project", "p", "total")
     put(till, 50, "key", "1")
@@ -153,7 +153,7 @@ def test_what_helps_an_empty_wallet(till: Till) -> None:
     assert till.refused(0).remedy == "top up"
 
 
-def test_of_a_grant_that_has_expired_nothing_is_taken_that_is_held_or_owed(till: Till) -> None:
+def test_the_expiry_of_a_grant_takes_nothing_that_is_held_or_owed(till: Till) -> None:
     till.database.write_now(lambda session: give(session, "a", 5, expires_at=NOVEMBER, now=NOVEMBER))
     till.accept(5)
     assert expire(till.database, DECEMBER) == {"expired": 0}
@@ -169,7 +169,7 @@ def test_a_grant_takes_nothing_away(till: Till, amount_nusd: int) -> None:
 
 
 def test_the_smallest_amounts_move_as_others_do(till: Till) -> None:
-    """Held, released, charged beyond what was held, given and taken back at the very moment."""
+    """One nano-dollar is held, released, charged beyond a hold, given, and taken back at the moment of its expiry."""
     end = datetime.now(UTC) + timedelta(days=1)
     till.database.write_now(lambda session: give(session, "a", 1, expires_at=end))
     till.database.write_now(lambda session: give(session, "a", 1))
@@ -273,7 +273,7 @@ def test_only_what_is_of_the_organisation_gets_a_budget_and_by_its_own_name(till
         assert found == {"org": [org_id], "project": [project_id], "key": [key_id]}
 
 
-def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till: Till) -> None:
+def test_budgets_of_the_whole_organisation_come_first_then_projects_then_keys(till: Till) -> None:
     for scope, scope_id, period in (
         *(("key", "2", "month"), ("project", "q", "total"), ("project", "q", "month"), ("key", "1", "total")),
         *(("project", "0", "total"), ("org", "a", "total"), ("org", "a", "month")),
@@ -300,7 +300,7 @@ def test_those_of_the_whole_organisation_come_first_then_projects_then_keys(till
     ids=lambda at: f"{at:%Y-%m}",
 )
 def test_a_month_is_from_its_first_moment_to_before_the_next_one_s(till: Till, start: datetime, end: datetime) -> None:
-    """Also where it is computed from what was accepted, by whomever: before it, in it, after it, ended and queued."""
+    """Also for a budget made later, which counts what was accepted before, in and after the month, ended and queued."""
     least = timedelta(microseconds=1)
     for number, at in enumerate((start - least, start, end - least, end, end + least)):
         for payer, times in ((Payer("a", "p", 2), 1), (Payer("b", "q", 3), 3), (Payer("b", "o", 1), 5)):
@@ -317,9 +317,9 @@ def test_a_month_is_from_its_first_moment_to_before_the_next_one_s(till: Till, s
             assert derived(session, budget, start) == (11111 * times, 22222 * times)
 
 
-def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_has_not_ended(till: Till) -> None:
-    """And has alerts of the present one alone. Of a month that nobody works in it knows nothing: neither of one whose
-    work has ended, nor of one in which another organisation's has not, nor of one to come."""
+def test_a_budget_made_in_a_new_month_knows_what_was_accepted_before_and_has_not_ended(till: Till) -> None:
+    """And it has alerts of the present month only. It has no row of an earlier month without open work: neither of one
+    whose work has ended, nor of one in which only another organisation's is open; nor of one to come."""
     old = datetime(2026, 9, 1, tzinfo=UTC)
     till.end(till.accept(9, at=NOVEMBER), now=NOVEMBER, train=9)
     late = till.accept(1, at=NOVEMBER)
@@ -340,9 +340,9 @@ def test_made_in_a_new_month_it_knows_what_was_accepted_in_the_one_before_and_ha
 
 
 @pytest.mark.parametrize("period", PERIODS)
-def test_it_knows_what_was_accepted_in_the_month_to_come(till: Till, period: Period) -> None:
-    """By a replica whose clock is a second ahead at the month's end. Else the books would not agree, and the month
-    could not be closed."""
+def test_a_budget_knows_what_was_accepted_in_the_month_to_come(till: Till, period: Period) -> None:
+    """A replica whose clock is a second ahead at the month's end may have accepted it. Else the books would not agree,
+    and the month could not be closed."""
     till.end(till.accept(8, at=DECEMBER), now=DECEMBER, train=8)
     put(till, 100, period=period)
     till.end(till.accept(4, at=DECEMBER), now=DECEMBER, train=4)
@@ -350,8 +350,8 @@ def test_it_knows_what_was_accepted_in_the_month_to_come(till: Till, period: Per
     assert till.agrees()
 
 
-def test_it_knows_every_month_since_the_first_whose_storage_is_not_metered(till: Till) -> None:
-    """Of its own organisation, over the end of a year; a total has one period."""
+def test_a_budget_knows_every_month_since_the_first_whose_storage_is_not_metered(till: Till) -> None:
+    """Only months of its own organisation, also over the end of a year; a total has one period."""
 
     def add(session: Session) -> None:
         for number, (org_id, year, month) in enumerate((("a", 2026, 12), ("a", 2026, 11), ("b", 2026, 7))):
@@ -373,7 +373,7 @@ def test_it_knows_every_month_since_the_first_whose_storage_is_not_metered(till:
 
 
 def test_percentages_are_recorded_from_the_very_amount_on(till: Till) -> None:
-    """In their order, each once, whatever order they are asked for in; a change of the budget repeats none."""
+    """In ascending order, each once, in whatever order they were given; a change of the budget repeats none."""
     till.end(till.accept(510, at=NOVEMBER), now=NOVEMBER, train=510)
 
     def alerts(limit: int, pcts: list[int]) -> list[int]:
@@ -391,7 +391,7 @@ def test_percentages_are_recorded_from_the_very_amount_on(till: Till) -> None:
     assert alerts(1000, [51, 50, 20]) == [20, 50, 51]
 
 
-def test_with_a_budget_go_its_counts_and_alerts_and_nobody_else_s(till: Till) -> None:
+def test_removing_a_budget_removes_its_counts_and_alerts_and_no_others(till: Till) -> None:
     till.end(till.accept(10, KEY, NOVEMBER), now=NOVEMBER, train=10)
     first, gone, last = sorted((put(till, 10), put(till, 10, "key", "1"), put(till, 10, "project", "p")))
     assert till.database.write_now(lambda session: remove_budget(session, "a", gone)) is True
@@ -402,7 +402,7 @@ def test_with_a_budget_go_its_counts_and_alerts_and_nobody_else_s(till: Till) ->
 
 @pytest.mark.parametrize("period", PERIODS)
 def test_what_is_spent_after_it_was_counted_is_counted_too(till: Till, period: Period) -> None:
-    """Of another project and organisation nothing; and all of a month that has begun since."""
+    """But nothing of another project or organisation; and all of a month that has begun since."""
     till.end(till.accept(8, KEY, NOVEMBER), now=NOVEMBER, train=8)
     with till.database.read() as session:
         counted = count(session, "a", "project", "p", period, NOVEMBER)

@@ -59,7 +59,7 @@ def test_200_threads_in_4_processes_do_not_overspend(till: Till, by: str) -> Non
     assert [process.returncode for process in processes] == [0] * 4
     wallet = till.wallet()
     assert spent == sum(event.amount_nusd for event in till.rows(tables.UsageEvent))
-    assert LIMIT - 67 < spent <= LIMIT  # all that could be spent was
+    assert LIMIT - 67 < spent <= LIMIT  # all that could be spent was spent
     assert wallet.held_nusd == 0
     assert till.refused(LIMIT - spent + 1, PAYER).available_nusd == LIMIT - spent
     till.accept(LIMIT - spent, PAYER)  # to the last nano-dollar
@@ -73,7 +73,7 @@ def test_40_threads_in_2_processes_do_not_pass_a_quota(till: Till) -> None:
         till.database.write_now(lambda session, row=row: session.add(row))  # type: ignore[misc]
     stored = sum(int(process.communicate(timeout=120)[0]) for process in spenders(till, 2, 20, 20, 17, 1000))
     assert stored == sum(row.stores_bytes for row in till.rows(tables.Operation))
-    assert 1000 - 17 < stored <= 1000  # all that could be stored is to be
+    assert 1000 - 17 < stored <= 1000  # all that the quota allows is to be stored
 
 
 @pytest.mark.search

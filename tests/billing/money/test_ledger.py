@@ -1,4 +1,4 @@
-"""What moves a balance: rows that are added once each, and are the balance together."""
+"""The ledger: each entry is added once, and the balance is the sum of all entries."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_entry_has_its_time_and_as_much_of_its_memo_as_fits(till: Till) -> No
 
 
 def test_a_refund_is_all_that_the_operation_has_cost_this_organisation(till: Till) -> None:
-    """Of several events; and of no other operation."""
+    """The sum of all its events, and of no other operation's."""
     op, other, free = till.accept(30), till.accept(50), till.accept(1)
     till.end(op, train=7, sample=20)
     till.end(other, train=50)

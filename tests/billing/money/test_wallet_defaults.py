@@ -1,4 +1,4 @@
-"""What new wallets are, and what they leave to spend; servers that start at the same moment all store the defaults."""
+"""How new wallets pay, and what they leave to spend; servers that start at the same moment all store the defaults."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_wallets_begin_as_the_settings_say_and_are_their_own(any_database: Datab
 
 
 def test_a_wallet_is_made_once_and_of_those_that_have_none(database: Database) -> None:
-    """Each organisation's own; without defaults it may spend without limit, and has no overdraft."""
+    """Each organisation gets a wallet of its own; without defaults it may spend without limit, and has no overdraft."""
     database.write_now(add_organisations)
     database.write_now(lambda session: set_mode(session, "b", "prepaid", 7))
 
@@ -79,7 +79,7 @@ def test_a_wallet_is_made_once_and_of_those_that_have_none(database: Database) -
 
 @pytest.mark.parametrize("org_id", ["a", "b"])
 def test_a_wallet_is_its_organisations_own(database: Database, org_id: str) -> None:
-    """Whether others sort before or after it; and a change of how it pays leaves its money."""
+    """No matter which others sort before or after it; and a change of how it pays does not touch its money."""
     database.write_now(add_organisations)
     database.write_now(lambda session: make_wallets(session, ["a", "b"]))
 
@@ -97,7 +97,7 @@ def test_a_wallet_is_its_organisations_own(database: Database, org_id: str) -> N
 
 
 def test_a_wallet_is_read_anew_after_its_lock(database: Database) -> None:
-    """What the session has of it from before may be old: another may have written it while this one waited."""
+    """The row that the session read before may be old: another may have written it while this one waited."""
     database.write_now(add_organisations)
     database.write_now(lambda session: make_wallets(session, ["a"]))
 

@@ -1,4 +1,4 @@
-"""The jobs of payments in several processes at once, as when a lease has run out: the same in books and at Stripe."""
+"""The jobs of payments run in several processes at once, as after a lease has run out: books and Stripe agree."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_payment_that_is_told_while_its_failure_is_written_counts(
     def late(*arguments: Any, **facts: Any) -> bool:
         if not begun:
             begun.extend(map(pool.submit, works))
-            wait(begun, 0.5)  # unless they have to wait for this
+            wait(begun, 0.5)  # or until the time is over, if they have to wait for this process
         return raise_alert(*arguments, **facts)
 
     with ThreadPoolExecutor(2) as pool:

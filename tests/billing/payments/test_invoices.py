@@ -1,4 +1,5 @@
-"""Months of postpaid organisations: closed when all is confirmed, compared with Stripe's, paid into the ledger."""
+"""Months of postpaid organisations: closed when all usage is confirmed, compared with Stripe's invoice, and paid into
+the ledger."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ NOVEMBER = (int(datetime(2026, 11, 1, tzinfo=UTC).timestamp()), int(DECEMBER.tim
 
 @pytest.fixture
 def org_id(payments: Payments) -> str:
-    """It used 3.210123456 and 0.7 USD in November; nothing of it is sent."""
+    """An organisation that used 3.210123456 and 0.7 USD in November; nothing of it is sent yet."""
     org_id = payments.organisation()
     payments.use(org_id, "train", 3_210_123_456)
     payments.use(org_id, "sample", 700_000_000)
@@ -110,7 +111,7 @@ def test_a_month_is_not_closed_before_every_event_is_confirmed(payments: Payment
 
 
 def test_a_month_that_nobody_closed_in_the_next_one_is_closed_later(payments: Payments, org_id: str) -> None:
-    """The server was down, or the books did not agree: its payment was in nobody's balance."""
+    """The server was down, or the books did not agree: else its payment would be in nobody's balance."""
     payments.fake.stripe.now = DECEMBER.timestamp() + 2 * 3600
     put_meter_events(payments.context)
     send_meter_events(payments.context)
@@ -196,8 +197,8 @@ def _change_mode(payments: Payments, org_id: str, mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("before", ["prepaid", "unlimited"])
-def test_what_was_used_before_it_paid_by_the_month_is_not_invoiced(payments: Payments, before: str) -> None:
-    """An organisation that pays by the month from its middle on, then out of its balance, or for nothing, a while."""
+def test_usage_before_an_organisation_paid_by_the_month_is_not_invoiced(payments: Payments, before: str) -> None:
+    """An organisation becomes postpaid in the middle of a month, changes back for a while, and is postpaid again."""
     payments.fake.stripe.now = datetime(2026, 10, 30, tzinfo=UTC).timestamp()
     org_id = payments.organisation(before)
     payments.use(org_id, "train", 8_000_000_777)
@@ -275,7 +276,7 @@ def test_a_failed_payment_and_the_one_that_follows(payments: Payments, org_id: s
 
 @pytest.mark.parametrize(("how", "status"), [("void", "active"), ("uncollectible", "past_due")])
 def test_a_failed_invoice_that_nobody_is_to_pay(payments: Payments, org_id: str, how: str, status: str) -> None:
-    """Voided, it was a mistake; what is given up as uncollectible is owed still."""
+    """A voided invoice was a mistake and is owed by nobody; one given up as uncollectible is still owed."""
     _end_november(payments)
     invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
     payments.fake.stripe.change("invoice.payment_failed", invoice, attempted=True)
@@ -308,7 +309,7 @@ def test_who_has_fetched_an_open_invoice_and_writes_after_its_end_changes_nothin
 
 
 def test_an_invoice_paid_from_elsewhere_is_for_a_person_to_book(payments: Payments, org_id: str) -> None:
-    """From a balance that the customer has at Stripe, say, or by a bank transfer."""
+    """For example from a balance that the customer has at Stripe, or by a bank transfer."""
     _end_november(payments)
     invoice = payments.fake.stripe.invoice(payments.customer(org_id), *NOVEMBER)
     payments.fake.stripe.change("invoice.paid", invoice, status="paid", amount_paid=100)

@@ -84,7 +84,7 @@ def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tupl
                 payments.fake.front.faults.extend(rest[0])
                 send_meter_events(payments.context)
                 payments.fake.front.faults.clear()
-            case "lapse":  # nobody hears of it until its identifier is forgotten
+            case "lapse":  # nothing reaches Stripe until it has forgotten the identifier
                 payments.use(orgs[rest[0]], rest[1], 1_234_567)
                 put_meter_events(payments.context)
                 payments.fake.front.faults.extend([rest[2]] * 8)
@@ -108,7 +108,8 @@ def test_every_micro_dollar_is_counted_once(payments: Payments, steps: list[tupl
 def test_no_more_is_read_of_a_month_than_its_hours(
     database: Database, stripe_server: FakeStripe, tmp_path: Path
 ) -> None:
-    """While the writer reads, everybody waits: of events, of which a month has millions, those of refunds alone."""
+    """All writes wait while the writer reads: of usage events, of which a month has millions, it reads only those of
+    refunds."""
     payments = Payments(database, stripe_server.reset(START), tmp_path)
     org_id = payments.organisation()
     payments.use(org_id, "train", 5_000)
@@ -155,7 +156,7 @@ def test_a_lost_answer_is_asked_for_again_under_the_same_identifier(payments: Pa
 
 
 def test_a_clock_that_was_ahead_puts_off_nothing_for_years(payments: Payments) -> None:
-    """As of a machine that begins with a wrong one: it reaches nobody, and tries again by that clock."""
+    """A machine that starts with a wrong clock may not reach Stripe; that clock then sets the time of the next try."""
     org_id = payments.organisation()
     payments.use(org_id, "train", 5_000)
     put_meter_events(payments.context)
@@ -258,7 +259,7 @@ def test_429_waits_as_long_as_it_doubles(payments: Payments) -> None:
         payments.wait(2 * least)
 
 
-def test_who_prepays_is_not_metered(payments: Payments) -> None:
+def test_a_prepaid_organisation_is_not_metered(payments: Payments) -> None:
     for mode in ("prepaid", "unlimited"):
         payments.use(payments.organisation(mode), "train", 5_000)
     assert put_meter_events(payments.context) == {"put": 0}
@@ -307,8 +308,8 @@ def three(payments: Payments) -> list[str]:
     return found
 
 
-def test_whom_stripe_refuses_holds_up_no_other(payments: Payments, three: list[str]) -> None:
-    """One customer was deleted at Stripe: the others are metered, and the job is seen to fail."""
+def test_a_customer_whom_stripe_refuses_holds_up_no_other(payments: Payments, three: list[str]) -> None:
+    """One customer was deleted at Stripe: the others are still metered, and the job is reported as failed."""
     _subscribing(payments)
     _deleted_at_stripe(payments, three[1])
     with pytest.raises(stripe.InvalidRequestError, match="No such customer"):
@@ -316,8 +317,8 @@ def test_whom_stripe_refuses_holds_up_no_other(payments: Payments, three: list[s
     assert {row.org_id for row in payments.outbox()} == {three[0], three[2]}
 
 
-def test_whom_stripe_cannot_count_holds_up_no_other(payments: Payments, three: list[str]) -> None:
-    """Neither where its sum decides what arrived, nor where it is compared."""
+def test_a_customer_whom_stripe_cannot_count_holds_up_no_other(payments: Payments, three: list[str]) -> None:
+    """Neither if Stripe's sum decides what arrived, nor if it is compared with ours."""
     put_meter_events(payments.context)
     payments.fake.front.faults.extend(["unanswered"] * 3)
     send_meter_events(payments.context)
@@ -338,7 +339,7 @@ def test_whom_stripe_cannot_count_holds_up_no_other(payments: Payments, three: l
 
 
 def test_a_wrong_price_is_put_right_at_once(payments: Payments, three: list[str]) -> None:
-    """Stripe keeps what it answered to an idempotency key for a day, and takes no other request with it."""
+    """Stripe keeps its answer to an idempotency key for a day, and refuses any other request with that key."""
     _subscribing(payments)
     assert payments.settings is not None
     right, wrong = payments.settings, payments.settings.model_copy(update={"price_ids": ["price_of_another_account"]})
@@ -353,7 +354,7 @@ def test_a_wrong_price_is_put_right_at_once(payments: Payments, three: list[str]
 def test_a_subscription_to_other_prices_than_the_settings_say_is_for_a_person(
     payments: Payments, three: list[str]
 ) -> None:
-    """What is metered for a price that it lacks is on no invoice, and told a month later at best."""
+    """Usage of a meter whose price it lacks is on no invoice, and is noticed a month later at best."""
     _subscribing(payments)
     assert payments.settings is not None
     prices = payments.settings.price_ids
@@ -376,7 +377,7 @@ def test_a_subscription_to_other_prices_than_the_settings_say_is_for_a_person(
 
 
 def test_an_error_of_stripes_is_not_kept_for_a_day(payments: Payments) -> None:
-    """Nor does it make anything twice."""
+    """And the next try makes nothing twice."""
     _subscribing(payments)
     org_id, other = payments.organisation(customer=False), payments.organisation()
     for org in (org_id, other):
@@ -395,7 +396,7 @@ def test_an_error_of_stripes_is_not_kept_for_a_day(payments: Payments) -> None:
 def test_two_who_subscribe_at_once_at_a_full_hour_make_one_subscription(
     payments: Payments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or what was used would be invoiced twice. Their idempotency keys differ, by the hour."""
+    """Else usage would be invoiced twice. Their idempotency keys differ, since they contain the hour."""
     _subscribing(payments)
     assert payments.settings is not None
     org_id, prices, client = payments.organisation(), payments.settings.price_ids, stripe_client(payments.settings)

@@ -1,4 +1,4 @@
-"""What Stripe was told between a backup and its restore is told once, and what it tells of that time ends well."""
+"""After a restore, Stripe counts once what it was told since the backup, and its events of that time are booked."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def hear(payments: Payments) -> None:
 def test_a_restored_database_does_not_take_lost_events_for_its_own(
     database: Database, stripe_server: FakeStripe, tmp_path: Path
 ) -> None:
-    """What is used from then on is counted beside what the database knows nothing of."""
+    """Usage after the restore is counted in addition to usage that the restored database does not know."""
     lost = Payments(database, stripe_server.reset(START), tmp_path)
     org_id = lost.organisation()
     lost.use(org_id, "train", 5_000)
@@ -71,11 +71,11 @@ def test_a_restored_database_does_not_take_lost_events_for_its_own(
 @pytest.mark.parametrize("sent_nusd", [0, 5_000, 75_000])
 @pytest.mark.parametrize("later_h", [1, 30])
 @pytest.mark.parametrize("put", [True, False])
-def test_what_waited_at_a_backup_is_at_stripe_once_after_the_restore(
+def test_usage_that_waited_at_a_backup_is_at_stripe_once_after_the_restore(
     database: Database, stripe_server: FakeStripe, tmp_path: Path, sent_nusd: int, later_h: int, put: bool
 ) -> None:
-    """Also when it was sent after the backup, and Stripe has forgotten its identifier, or was told another one since it
-    was in no outbox yet."""
+    """Also if it was sent after the backup and Stripe has forgotten its identifier, or if it was in no outbox yet, so
+    that Stripe was told another identifier."""
     lost = Payments(database, stripe_server.reset(START), tmp_path)
     org_id = lost.organisation()
     lost.use(org_id, "train", 5_000)
@@ -124,7 +124,7 @@ def test_a_refund_that_waited_at_a_backup_is_at_stripe_once_after_the_restore(
 def test_an_invoice_that_ended_after_the_backup_ends_as_it_did(
     database: Database, stripe_server: FakeStripe, tmp_path: Path, known: str, end: str
 ) -> None:
-    """Whatever was known of it: nobody pays twice, or is past due with it."""
+    """Whatever the backup knew of the invoice: nobody pays it twice, or is past due after paying it."""
     lost = Payments(database, stripe_server.reset(START), tmp_path)
     stripe = lost.fake.stripe
     org_id = lost.organisation()
@@ -165,7 +165,7 @@ def test_an_invoice_that_ended_after_the_backup_ends_as_it_did(
 def test_a_customer_made_after_the_backup_is_theirs_after_the_restore(
     database: Database, stripe_server: FakeStripe, tmp_path: Path, first: str
 ) -> None:
-    """And what they paid is credited, whether the payment is heard of first, or they ask for a customer."""
+    """And their payment is credited, whether Stripe tells of it first or they first ask for a customer."""
     lost = Payments(database, stripe_server.reset(START), tmp_path)
     stripe, client = lost.fake.stripe, stripe_client(lost.context.settings.payments)
     org_id = lost.organisation("prepaid", customer=False)

@@ -1,4 +1,4 @@
-"""Where Stripe's keys come from, and that they go nowhere."""
+"""Where Stripe's keys are read from, and that no error or setting shows them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Money arrives by webhook and in no other way: once, whatever is repeated, reordered, late or forged."""
+"""Money is credited by webhooks only, and once, even if they are repeated, reordered, late or forged."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_every_order_and_repetition_credits_once(door: Door) -> None:
 
 @pytest.mark.parametrize("status", ["processing", "requires_action", "requires_capture", "canceled"])
 def test_only_a_payment_that_has_succeeded_is_money(door: Door, status: str) -> None:
-    """Whatever the webhook's name says, and whatever amount the payment has: a debit may still come back."""
+    """Whatever the webhook's type says, and whatever amount the payment has: a bank debit may still be returned."""
     payment = door.paid()
     payment["status"] = status
     door.deliver(*door.told)
@@ -129,7 +129,7 @@ def test_only_a_payment_that_has_succeeded_is_money(door: Door, status: str) -> 
 
 
 def test_only_dollars_are_money(door: Door) -> None:
-    """Nor is what was not credited taken, when it goes back."""
+    """And a payment that was not credited takes nothing when it is refunded."""
     stripe, payments = door.payments.fake.stripe, [door.paid(), door.paid()]
     for payment in payments:
         payment["currency"] = "jpy"
@@ -200,7 +200,7 @@ def test_a_refund_counts_when_it_has_succeeded_and_no_longer_when_it_failed(door
 
 @pytest.mark.parametrize("what", ["refund", "dispute"])
 def test_who_has_fetched_before_the_end_and_writes_after_it_takes_nothing(door: Door, what: str) -> None:
-    """A process that is held up between the two, while another one acts on the last event."""
+    """A process is held up between fetching and writing, while another one acts on the last event."""
     stripe = door.payments.fake.stripe
     payment = door.paid()["id"]
     thing = stripe.refund(payment, 2500) if what == "refund" else stripe.dispute(payment)
@@ -252,7 +252,7 @@ def test_forged_webhooks_are_refused_and_leave_nothing(door: Door, forgery: str)
 
 
 def test_what_an_event_claims_is_not_believed(door: Door) -> None:
-    """Even a signed one: the payment is fetched."""
+    """Even if it is signed: the payment itself is fetched."""
     payment = door.paid()
     event = door.told[0]
     event["data"]["object"] = {**payment, "amount_received": 9_900_000}
@@ -371,7 +371,7 @@ def test_a_clock_that_was_ahead_puts_off_no_event_for_years(door: Door) -> None:
 
 
 def test_payments_whose_events_never_arrived_are_asked_for(door: Door) -> None:
-    """Nobody answered for longer than Stripe tries, or the database is a backup of before."""
+    """Weft was down for longer than Stripe tries, or its database is a backup of an earlier time."""
     payment = door.paid("25")
     door.payments.fake.stripe.refund(payment["id"], 500)
     door.told.clear()
@@ -384,8 +384,8 @@ def test_payments_whose_events_never_arrived_are_asked_for(door: Door) -> None:
     assert ask_for_missed_events(door.payments.context) == {"kept": 0}
 
 
-def test_what_a_clock_that_was_ahead_asked_for_is_asked_for_again(door: Door) -> None:
-    """That of a machine that was down for days, and began with a wrong one: who had paid had nothing."""
+def test_events_that_a_clock_ahead_passed_over_are_asked_for_again(door: Door) -> None:
+    """A machine was down for days and started with a wrong clock: else payments of those days would not be credited."""
     door.paid("25")
     door.told.clear()
     door.payments.wait(10 * 86_400)
@@ -398,7 +398,7 @@ def test_what_a_clock_that_was_ahead_asked_for_is_asked_for_again(door: Door) ->
     assert door.ledger() == [("topup", 25 * USD)]
 
 
-def test_what_arrives_later_all_the_same_changes_nothing(door: Door) -> None:
+def test_an_event_that_arrives_after_it_was_asked_for_changes_nothing(door: Door) -> None:
     door.paid("25")
     late = door.told
     ask_for_missed_events(door.payments.context)
@@ -407,7 +407,7 @@ def test_what_arrives_later_all_the_same_changes_nothing(door: Door) -> None:
     assert door.ledger() == [("topup", 25 * USD)]
 
 
-def test_all_pages_of_them(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_of_missed_events_are_asked_for(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "PAGE", 2)
     for _ in range(3):
         door.paid("25")

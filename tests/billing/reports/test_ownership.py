@@ -1,4 +1,4 @@
-"""Costs of a measured time: who used the machines, what that cost, and what was paid."""
+"""Costs over a span of time: who used the machines, what that cost, and what was paid."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fill(session: Session) -> None:
     for org in ("a", "b"):
         session.add(Organisation(id=org, name=org, created_at=SINCE))
     session.flush()
-    # One pass of 1000 s, three quarters a's; one sample of b's alone for 3000 s; an operation of before.
+    # One pass of 1000 s, three quarters of it a's; one sample of b alone for 3000 s; an operation from before the time.
     session.add(operation("a", "forward_backward", 0, 1000, 300, 400, "1"))
     session.add(operation("b", "forward_backward", 0, 1000, 100, 400, "2"))
     session.add(operation("b", "sample", 500, 3000, 900, 900, "3"))

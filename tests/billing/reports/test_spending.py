@@ -1,4 +1,4 @@
-"""Reports add up to the events and the ledger, to the nano-dollar, whatever way they are cut."""
+"""Reports add up to the events and the ledger, to the nano-dollar, by whatever dimension they are divided."""
 
 from __future__ import annotations
 

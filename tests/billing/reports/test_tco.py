@@ -38,7 +38,7 @@ class Bill:
         return usd_per_mtok(self.usd, self.tokens)
 
     def sampled_for(self, acceptance: float) -> Bill:
-        """The same step when only that share of what was sampled is trained on, and the rest is paid for too."""
+        """The bill of the same step if only this share of the samples is trained on, and all are paid for."""
         sampled = (self.prefill_usd / acceptance, self.sample_usd / acceptance)
         return replace(self, prefill_usd=sampled[0], sample_usd=sampled[1])
 
