@@ -43,8 +43,8 @@ WATCH = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (e) => violations.push(e.violatedDirective + " " + e.blockedURI), true);
 """
-#: How long a test waits for a page, beside others that want the processor, too. `expect` does not ask the context, and
-#: has five seconds unless it is told.
+#: How long a test waits for a page while other tests use the processor, too. `expect` ignores the context's limit, and
+#: waits five seconds unless it is told.
 PATIENCE_MS = 60_000
 #: Parts of the page that are not drawn yet.
 UNDRAWN = ".chart:not(:has(canvas)), [aria-busy=true]"
@@ -200,8 +200,8 @@ def watched(browser: Browser, **options: Any) -> BrowserContext:
 
 @pytest.fixture(scope="module")
 def owners(browser: Browser, site: Console) -> Iterator[BrowserContext]:
-    """A browser in which the owner has signed in, which keeps what pages load. A page that changes what it keeps itself
-    is opened with options, and so in another."""
+    """A browser in which the owner has signed in, and which caches what pages load. A test that changes what
+    the browser stores opens its page with options, and so in another browser."""
     context = watched(browser)
     context.add_cookies([site.cookie("owner")])  # type: ignore[list-item]
     yield context
@@ -210,7 +210,7 @@ def owners(browser: Browser, site: Console) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def open_page(browser: Browser, site: Console, owners: BrowserContext) -> Iterator[Open]:
-    """Signed-in pages; at the end nothing may have been violated, thrown or complained of."""
+    """Opens pages, signed in; at the end no page may have violated its policy, thrown an error or logged one."""
     contexts: list[BrowserContext] = []
     wrong: list[str] = []
     pages: list[Page] = []

@@ -1,6 +1,6 @@
-"""An OpenID provider for tests: `oidc-provider-mock` as a process of its own, and in front of it `Liar`, over HTTP too,
-which holds clients to PKCE and can say other things in ID tokens than the provider does, signed as it likes. No
-request has `verify`: to read the machine's certificates takes longer than all else of it, for nothing over HTTP."""
+"""An OpenID provider for tests: `oidc-provider-mock` in a process of its own, and in front of it `Liar`, over HTTP too,
+which makes clients keep to PKCE and can change ID tokens and sign them with any key. Requests have `verify=False`:
+reading the machine's certificates would take longer than all the rest, and HTTP needs none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def provider_process() -> Iterator[str]:
 
 @contextmanager
 def toolkit_process(secret: str, redirect_uri: str, people: dict[str, Claims]) -> Iterator[str]:
-    """The address of another implementation, whose issuer is at /o."""
+    """The address of a running provider of another implementation (`toolkit_provider`); its issuer is at /o."""
     port, program = free_port(), Path(__file__).with_name("toolkit_provider.py")
     with _process(str(program), str(port), secret, redirect_uri, json.dumps(people)):
         wait_for(f"http://localhost:{port}/o/.well-known/openid-configuration")
@@ -76,9 +76,9 @@ def good_key(name: str) -> ECKey:
 
 @dataclass
 class Liar:
-    """The provider at `behind`, as clients see it at `url`. `changed` are claims that its ID tokens have instead (None:
-    not); `sign` makes a token of claims; `keys` are those that it publishes, behind those that are `unreadable`; `told`
-    what it says of users elsewhere; `ahead_s` is how far its clock is ahead, as it dates its answers."""
+    """The provider at `behind`, as clients see it at `url`. `changed` are claims that replace those of its ID tokens
+    (None: removed); `sign` makes a token of claims; `keys` are published after the `unreadable` ones; `told` changes
+    what the userinfo endpoint says; `ahead_s` is how far the clock that dates its answers is ahead."""
 
     behind: str
     url: str = ""
@@ -100,7 +100,7 @@ class Liar:
         self.honest()
 
     def honest(self) -> None:
-        """As the provider is, but for the key."""
+        """Behave as the provider does, except for the key."""
         self.key = self.own
         self.changed, self.told, self.discovered, self.answered = {}, {}, {}, {}
         self.sign, self.keys, self.ahead_s = None, None, 0.0

@@ -1,4 +1,4 @@
-"""Data to look at, made with the functions that make it in the service: people, runs, curves, usage, checkpoints."""
+"""Example data for the console, made by the service's own functions: people, runs, curves, usage, checkpoints."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _curves(
     steps: int = 240,
     delay: float = 0.0,
 ) -> None:
-    """`delay` is how much later it learns, in parts of the whole."""
+    """Log a run's curves; `delay` is how much later its reward rises, as a share of the run."""
     run = session.get_one(tables.Run, run_id)
     run.last_request_at = now
     for start in range(0, steps, 12):

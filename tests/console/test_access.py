@@ -174,7 +174,7 @@ class TestTheEnd:
     def test_of_an_idle_session(self, console: Console) -> None:
         console.sign_in()
         age(console, last_seen_at=sessions.IDLE - timedelta(minutes=1))
-        console.get("/")  # and is seen by that
+        console.get("/")  # which counts as use
         age(console, last_seen_at=sessions.IDLE)
         console.get("/", status=303)
 
@@ -205,7 +205,7 @@ class TestTheEnd:
         console.get("/", status=303)
 
     def test_stays_one_when_they_are_a_member_again(self, console: Console) -> None:
-        """Who was removed for a stolen laptop, and is added anew, signs in anew; so does who has the laptop."""
+        """A member whose laptop was stolen was removed and is added again: the laptop's session stays ended."""
         made, viewer = console.made, console.made.users["viewer"]
 
         def again(session: Session) -> None:
@@ -254,7 +254,7 @@ def test_nobody_signs_others_out_by_signing_in_often(console: Console, monkeypat
 def test_no_secret_of_a_link_is_logged_when_something_breaks(
     console: Console, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, page: str
 ) -> None:
-    """The operator's log says which page broke, and gives nobody who reads it a way in."""
+    """The operator's log says which page broke, and holds no secret by which its reader could sign in."""
 
     def broken(*_: Any) -> None:
         raise RuntimeError("nobody expected this")
@@ -262,7 +262,7 @@ def test_no_secret_of_a_link_is_logged_when_something_breaks(
     monkeypatch.setattr(type(console.app.state.service), "read", broken)
     secret = "Zx9" * 10
     reply = console.http.post(f"/console{page.format(secret)}", headers=SAME_SITE)
-    if reply.status_code != 500:  # it reads nothing before it writes
+    if reply.status_code != 500:  # a POST that only writes does not break
         reply = console.http.get(f"/console{page.format(secret)}")
     assert reply.status_code == 500
     theirs = [record for record in caplog.records if record.name not in ("httpx", "httpx2")]  # this test's client
@@ -342,7 +342,7 @@ class TestRoles:
         assert "Balance" in console.get("/")
 
     def test_members_find_no_colleagues_keys_and_addresses(self, console: Console) -> None:
-        """Where they see what one of their runs has cost; keys have numbers, so all could be asked for."""
+        """On the page of the costs of their runs: keys are numbered, so a member could ask for every one."""
         with console.database.read() as session:
             others = {key.id: key.prefix for key in session.scalars(select(ApiKey)) if "member" not in key.name}
         assert len(others) > 1
@@ -391,11 +391,13 @@ def test_a_suspended_organisation_sees_only_its_bills(console: Console) -> None:
     console.database.write_now(suspend)
     refused = console.get("/", status=403)
     assert "suspended" in refused
-    assert 'href="/console/billing"' in refused  # where signing in leads has the way to what can be paid
+    assert 'href="/console/billing"' in refused  # the page after sign-in links to the bills
 
 
-def test_a_host_header_does_not_show_it_more(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As frameworks do that put the Host header into the path (older Starlettes)."""
+def test_a_host_header_shows_a_suspended_organisation_no_more(
+    console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older Starlettes put the Host header into the path, so that it could name a page that is allowed."""
     from store.tables import Organisation
 
     def suspend(session: Any) -> None:

@@ -1,4 +1,4 @@
-"""The console in Chromium, under its own Content-Security-Policy, as people use it: mouse, keyboard, telephone."""
+"""The console in Chromium, under its own Content-Security-Policy, used by mouse, by keyboard and on a telephone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_is_injected_does_nothing(console: Console, browser: Browser) -> No
         context.add_init_script(WATCH)
         context.add_cookies([console.cookie("owner")])  # type: ignore[list-item]
         for directive, html in INJECTED.items():
-            page = context.new_page()  # what is stopped on its way elsewhere leaves a page that waits for it
+            page = context.new_page()  # a page whose request was blocked would wait for it
             page.goto(f"{console.url}/console/keys")
             page.evaluate("(html) => document.body.insertAdjacentHTML('afterbegin', html)", html)
             for button in page.get_by_text("press", exact=True).all():
@@ -128,7 +128,7 @@ def test_hostile_names_stay_text(console: Console, open_page: Open) -> None:
 
 
 def test_signing_in_by_a_provider(console: Console, open_page: Open) -> None:
-    """There and back, by an invitation's button and by the sign-in page's, under the policy of all pages."""
+    """To the provider and back, from an invitation's button and from the sign-in page's, under all pages' policy."""
     service = console.app.state.service
     with provider_process() as issuer:
         take_provider(console, issuer, public_url=console.url)
@@ -137,7 +137,7 @@ def test_signing_in_by_a_provider(console: Console, open_page: Open) -> None:
         page.get_by_label("Days").fill("2")
         page.get_by_role("button", name="Make a link").click()
         link = page.locator("#secret").inner_text()
-        page = open_page(role=None, refusals=True)  # the provider's own page wants a style sheet of elsewhere
+        page = open_page(role=None, refusals=True)  # the provider's own page loads a style sheet from another site
         page.goto(link)
         page.get_by_role("button", name="Sign in with Corp and join").click()
         page.get_by_placeholder("sub").fill("guest")
@@ -255,11 +255,11 @@ def test_by_keyboard_alone(console: Console, open_page: Open) -> None:
     page.wait_for_url("**/console/billing")
 
 
-def test_who_deletes_by_keyboard_goes_on_from_their_place(open_page: Open) -> None:
+def test_deleting_by_keyboard_keeps_the_place_on_the_page(open_page: Open) -> None:
     """The page is loaded again, and would otherwise begin at its top."""
     page = open_page("/checkpoints")
     answer = {"status": 200, "headers": {"hx-refresh": "true"}, "body": "Checkpoint deleted"}
-    page.route("**/checkpoints/delete", lambda route: route.fulfill(**answer))  # others need it
+    page.route("**/checkpoints/delete", lambda route: route.fulfill(**answer))  # it stays: other tests need it
     page.on("dialog", lambda dialog: dialog.accept())
     button = page.get_by_role("button", name="Delete step-200 of gsm8k-grpo")
     button.focus()
@@ -278,7 +278,7 @@ def test_escape_closes_what_is_open(open_page: Open) -> None:
     expect(menu).to_have_attribute("aria-expanded", "false")
     expect(menu).to_be_focused()
     page.keyboard.press("Control+k")
-    page.keyboard.type("gsm")  # which a browser would clear first
+    page.keyboard.type("gsm")  # at Escape a browser would clear this text first
     page.keyboard.press("Escape")
     expect(page.locator("#search-box")).to_be_hidden()
     expect(menu).to_be_focused()
@@ -347,7 +347,7 @@ def test_a_top_up_leads_to_stripe(console: Console, open_page: Open) -> None:
         expect(page.get_by_role("heading", name="Billing")).to_be_visible()
 
 
-def test_what_is_refused_is_said(console: Console, open_page: Open) -> None:
+def test_a_refusal_is_shown_on_the_page(console: Console, open_page: Open) -> None:
     page = open_page("/members", refusals=True)
     page.locator("#email").fill("owner@acme.example")
     with page.expect_response("**/console/members") as answer:

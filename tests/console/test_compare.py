@@ -1,4 +1,4 @@
-"""Runs beside each other, against the curves and the ledger they are made from; their hyperparameters and notes."""
+"""Compared runs agree with the curves and the ledger they are computed from; their hyperparameters and notes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cells(row: str) -> list[str]:
 
 class TestCompare:
     def test_what_it_took_to_reach_a_value(self, console: Console) -> None:
-        """The first step at the value, and all that was recorded of the run by then."""
+        """The first step that reached the value, and the run's recorded cost and time until then."""
         console.sign_in()
         runs = [console.made.runs[number] for number in (0, 3)]
         page = console.get(f"/compare?run={runs[0]}&run={runs[1]}&metric=reward&target=0.6")

@@ -1,4 +1,4 @@
-"""Invitations, from outside over HTTP: who makes them, who uses them, and what else is tried with them."""
+"""Invitations, over HTTP: who may make them, who may use them, and which attacks fail."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_kept_and_logged(console: Console) -> None:
         "member_invitation_used",
         "console_signed_in",
     ]
-    assert entries[0].detail["link_by"] == row.made_by  # who made the link could have used it
+    assert entries[0].detail["link_by"] == row.made_by  # whoever made the link could have used it
     assert (row.used_by, entries[1].detail["user_id"]) == (user.id, user.id)
     listed = console.api("weft/invitations")
     assert listed == {"invitations": []}
@@ -251,7 +251,7 @@ class TestAttacks:
             {"org_id": "x"},
         ):
             assert invite(console, **body).status_code in (400, 422), body
-        reply = invite(console, email=None)  # nothing would tell who it is
+        reply = invite(console, email=None)  # nothing would tell whom it is for
         assert (reply.status_code, "email" in reply.text) == (400, True)
 
     def test_how_many(self, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ class TestWhoIsSignedIn:
         refused(console, path, "Sign in as yourself", csrf=console.csrf())
 
     def test_nor_by_a_key_that_was_made_in_its_session(self, console: Console, liar: Liar) -> None:
-        """The colleague, who opened the link, was given the key too."""
+        """The colleague who could open the link may have that key too."""
         path, org_id = self.open_link(console, liar), console.made.rival_id
 
         def write(session: Session) -> str:

@@ -251,7 +251,7 @@ class TestBilling:
 class TestTopUps:
     @pytest.fixture
     def stripe(self, console: Console) -> Iterator[FakeStripe]:
-        """The console takes cards, by a Stripe of our own."""
+        """Let the console take cards, with a fake Stripe."""
         with fake_stripe() as server:
             server.reset(datetime.now(UTC))
             take_cards(console, server.settings().model_copy(update={"public_url": "https://weft.example"}))
@@ -327,7 +327,7 @@ class TestOperators:
 
 
 def test_every_button_needs_its_token(console: Console) -> None:
-    """No route of the console changes anything without the CSRF token, but for those that begin a session, which must
+    """No route of the console changes anything without the CSRF token, except those that begin a session, which must
     not come from another site."""
     console.sign_in()
     routes = [route for module in PAGES for route in module.router.routes if isinstance(route, APIRoute)]

@@ -1,4 +1,4 @@
-"""The ledger a page at a time: every page adds up, and asks the database for no more than its own days."""
+"""The ledger page by page: every page adds up, and reads no more than its own days from the database."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_all_pages_are_the_ledger(any_database: Database) -> None:
 
 
 def test_a_page_reads_its_own_days(database: Database) -> None:
-    """In SQLite's own words: each question goes into an index, and the first page does not see old entries."""
+    """By SQLite's own query plans: each query uses an index, and the first page does not read old entries."""
     database.write_now(set_up)
     asked: list[tuple[str, Any]] = []
     with database.read() as session:

@@ -1,5 +1,5 @@
-"""Every page and every button of the console, with the ids of another organisation: nothing is there, and nothing is
-changed. A new route with an id in its path, or a new form, fails until it is listed here."""
+"""Every page and every button of the console, asked with the ids of another organisation, finds nothing and changes
+nothing. A new route with an id in its path, or a new form, fails the test until it is listed here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMS: dict[str, Callable[[Ids], dict[str, Any]]] = {
     "/budgets/{budget_id}/remove": lambda ids: {},
     "/limits": lambda ids: {"of": f"key:{ids['key_id']}", "requests_per_minute": 1},
 }
-#: Forms that name nothing of a tenant's, and doors for who is not signed in.
+#: Forms that name nothing of an organisation, and those for people who are not signed in.
 NO_IDS = {
     *("/login", "/login/{token}", "/logout", "/sso", "/join/{secret}"),
     *("/members", "/members/sso", "/invitations", "/projects", "/billing/topup"),
@@ -51,7 +51,7 @@ def paths(console: Console, method: str) -> set[str]:
 
 
 def things(console: Console) -> Ids:
-    """One of everything, of the rival's."""
+    """One of everything that has an id, made by the rival."""
 
     def make(method: str, path: str, **body: Any) -> dict[str, Any]:
         headers = {"x-api-key": console.made.keys["rival"]}
@@ -76,11 +76,11 @@ def things(console: Console) -> Ids:
 
 
 def test_every_form_and_page_is_listed(console: Console) -> None:
-    assert paths(console, "POST") - {"/playground"} == FORMS.keys() | NO_IDS  # the playground is an OpenAI door
+    assert paths(console, "POST") - {"/playground"} == FORMS.keys() | NO_IDS  # the playground is an OpenAI route
     assert {path for path in paths(console, "GET") if "{" in path} == {path for path in PAGES if "{" in path} | NO_PAGES
 
 
-def test_nothing_of_anothers_is_there(console: Console) -> None:
+def test_nothing_of_another_organisation_is_found_or_changed(console: Console) -> None:
     ids = things(console)
     console.sign_in()
     for path, ask in PAGES.items():

@@ -1,4 +1,4 @@
-"""What pages say: the numbers of the API and the ledger, hostile names as text, exports that are no formulas."""
+"""Pages show the numbers of the API and the ledger, and hostile names as text; exports contain no formulas."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_an_account_without_a_limit(console: Console) -> None:
 
 
 def test_who_has_used_nothing_yet_is_shown_the_wallet_that_the_first_use_makes(console: Console) -> None:
-    """On a server where one pays first, it looked as if nothing was limited until the first refusal."""
+    """Else on a prepaid server nothing would look limited until the first refusal."""
 
     def unused(session: Session) -> None:
         set_default(session, BillingSettings(mode="prepaid"))
@@ -324,8 +324,8 @@ def test_money_reads(amount: int, text: str) -> None:
     assert formats.usd_text(amount) == text
 
 
-def test_the_seed_is_what_it_says(console: Console) -> None:
-    """The wallet of the seeded organisation is its ledger, so the pages above were compared with something whole."""
+def test_the_wallet_of_the_seed_is_its_ledger(console: Console) -> None:
+    """The seeded organisation's wallet is the sum of its ledger, so the tests above compare pages with sound data."""
     with console.database.read() as session:
         entries = sum(session.scalars(select(LedgerEntry.amount_nusd).filter_by(org_id=console.made.org_id)))
         assert session.get_one(Wallet, console.made.org_id).balance_nusd == entries

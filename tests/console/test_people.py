@@ -1,4 +1,4 @@
-"""Keys, members, projects: the API's rules, by the console's buttons."""
+"""Keys, members and projects: the console's buttons keep the API's rules."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TestKeys:
         console.press("/keys", status=404, name="bad", scopes=["train"], user_id="nobody")
 
     def test_not_after_a_while(self, console: Console) -> None:
-        """Who finds an open browser makes no keys: sign in again."""
+        """A stranger at an open browser makes no keys: after a while they need a new sign-in."""
         console.sign_in()
         past = datetime.now(UTC) - sessions.FRESH
         console.database.write_now(lambda session: session.execute(update(BrowserSession).values(created_at=past)))
@@ -95,10 +95,10 @@ class TestKeys:
 
 
 class TestReach:
-    """A session goes as far as what opened it (`api.who.reach`)."""
+    """A session may do no more than the key or link that opened it (`api.who.reach`)."""
 
     def test_opened_with_a_key_that_ends(self, console: Console) -> None:
-        """It ends with the key, and leaves nothing behind: no key, no link and no role that last longer."""
+        """The session ends with the key, and cannot make a key, a link or a role that lasts longer."""
         made, until = console.made, datetime.now(UTC) + timedelta(hours=1)
 
         def write(session: Session) -> str:
@@ -131,7 +131,7 @@ class TestReach:
         assert "expiry: " in console.press("/keys", status=403, name="for ever", scopes=["admin"]).text
 
     def test_by_a_link_that_a_colleague_made(self, console: Console) -> None:
-        """Who made the link could have used it: every entry says so, until the person signs in otherwise."""
+        """The colleague could have used the link: every audit entry says so, until the person signs in another way."""
         made, user = console.made, console.made.users["viewer"]
         console.sign_in()
         console.press(f"/members/{user}/role", role="admin")
@@ -147,7 +147,7 @@ class TestReach:
         ]
 
     def test_what_such_a_session_gives_out_is_the_colleagues(self, console: Console) -> None:
-        """A key, and a key made in the session that another link began: neither is known to be theirs alone."""
+        """Nobody knows whether these keys are theirs alone: the colleague could have used either link."""
         made, user = console.made, console.made.users["viewer"]
         console.sign_in()
         console.press(f"/members/{user}/role", role="admin")
@@ -216,7 +216,7 @@ class TestMembers:
 def test_pages_that_may_be_long_are_drawn_outside_the_event_loop(
     console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With thousands of members and projects they held everybody up for seconds."""
+    """Else a page with thousands of members or projects would hold up all requests for seconds."""
     drawn: list[int] = []
 
     def page(*given: Any, **values: Any) -> HTMLResponse:

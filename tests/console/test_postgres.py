@@ -1,4 +1,4 @@
-"""Every page on PostgreSQL, where row-level security stands behind the pages' own care."""
+"""Every page on PostgreSQL, where row-level security holds in addition to the pages' own checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A console that was opened with a key of one project shows that project."""
+"""A console that was opened with a key of one project shows that project only."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def compared(console: Console) -> str:
 
 
 def test_what_a_run_did_is_not_looked_for_among_all_that_its_organisation_did(console: Console) -> None:
-    """By an index that begins with more than the organisation: curves against cost, comparing, the health of runs."""
+    """Curves against cost, comparing, and the health of runs use an index on more than the organisation."""
     console.sign_in()
     run = console.made.runs[0]
     paths = [f"/runs/{run}", f"/runs/{run}/live", f"/compare?{compared(console)}", "/queues"]
@@ -82,7 +82,7 @@ def test_a_curve_against_cost_reads_a_row_for_each_settlement(console: Console) 
 
 
 def test_the_days_of_a_page_are_read_once(console: Console) -> None:
-    """For the chart, the month, its end and the rate of spending."""
+    """One reading serves the chart, the month, its forecast and the rate of spending."""
     console.sign_in()
     for path, times in (("/", 1), ("/billing", 2), ("/usage", 2)):  # the ledger by run, and the split, ask once more
         asked = [text for text, _ in asked_by(console, path, "usage_hourly") if "usage_hourly.hour >=" in text]

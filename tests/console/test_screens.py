@@ -1,5 +1,5 @@
-"""Every page as it is on a screen: under its own Content-Security-Policy, whole from 375 pixels on, readable for
-everybody (axe-core), and what is found, compared and written there."""
+"""Every page on a screen: it keeps its own Content-Security-Policy, is not cut off at 375 pixels or more, and is
+readable for everybody (axe-core); and searching, comparing and writing notes work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.console.sso import person, take_provider
 
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
 
-#: A telephone; a tablet, upright and lying: both just above where rows of tables become cards.
+#: A telephone; a tablet upright, and on its side: both just above the width at which rows of tables become cards.
 WIDTHS = (375, 768, 1024)
 WIDE: Any = {"width": 1280, "height": 860}
 
@@ -123,7 +123,7 @@ def seen(site: Console, browser: Browser) -> dict[str, Seen]:
 
 
 def seen_with_a_provider(site: Console, browser: Browser) -> dict[str, Seen]:
-    """The pages of who comes from an OpenID provider, a member of two organisations; and of who comes without."""
+    """Pages of a member of two organisations who signs in by an OpenID provider, and of one whose link is unknown."""
     rules = [{"group": "both", "organisation": name, "role": "viewer"} for name in ("Acme Research", "Beta")]
     page, found = browser.new_page(viewport=WIDE, reduced_motion="reduce"), {}
     page.add_init_script(WATCH)
@@ -149,7 +149,7 @@ def seen_with_a_provider(site: Console, browser: Browser) -> dict[str, Seen]:
 
 @contextmanager
 def without_a_change(site: Console) -> Iterator[None]:
-    """Afterwards its service has the settings of before: other tests use it."""
+    """Give the service back its settings afterwards, as other tests use it."""
     service = site.app.state.service
     try:
         yield
@@ -162,7 +162,7 @@ def test_every_page_keeps_the_policy_and_is_neither_cut_off_nor_hard_to_read(see
     assert {path: getattr(page, what) for path, page in seen.items() if getattr(page, what)} == {}
 
 
-def test_the_looks_find_what_is_wrong(open_page: Open) -> None:
+def test_look_finds_what_is_wrong_with_a_page(open_page: Open) -> None:
     """Otherwise the test above could not fail."""
     page = open_page("/keys", viewport=WIDE)
     page.evaluate("document.querySelector('main h1').textContent = 'x'.repeat(200)")
@@ -201,7 +201,7 @@ def test_runs_are_chosen_and_compared(console: Console, open_page: Open) -> None
     expect(button).to_be_disabled()
     for title in ("gsm8k-grpo", "tool-use-grpo"):
         page.get_by_label(f"Compare {title}").check()
-    with page.expect_response("**/console/runs"):  # as every ten seconds; what is chosen stays
+    with page.expect_response("**/console/runs"):  # the page does this every ten seconds; the choice stays
         page.evaluate("htmx.ajax('GET', '/console/runs', { source: '#runs', target: '#runs' })")
     expect(page.get_by_label("Compare gsm8k-grpo")).to_be_checked()
     button.click()
@@ -223,7 +223,7 @@ def test_notes_are_written(console: Console, open_page: Open) -> None:
 
 
 @pytest.mark.parametrize("path", ["/runs/{0}", "/compare?run={0}&run={1}"])
-def test_what_is_not_loaded_is_asked_for_again_soon_and_said(console: Console, open_page: Open, path: str) -> None:
+def test_a_failed_load_is_shown_and_tried_again_soon(console: Console, open_page: Open, path: str) -> None:
     page = open_page("/keys", refusals=True)
     failures = [503, 500, None]
 

@@ -16,13 +16,13 @@ from tests.console.conftest import Console
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("api", "billing", "scheduler", "store", "workers")
-#: How sessions end (`api.state.liveness.end`), which the name of their event says.
+#: How sessions end (`api.state.liveness.end`): the name of the event contains it.
 ENDINGS = ("finished", "expired")
 
 
 @cache
 def written() -> set[str]:
-    """Every event that the code gives to `audit.record`, by itself or through a function of its module."""
+    """Every event that the code gives to `audit.record`, directly or through a function of its module."""
     texts = (path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     return {event for text in texts if "audit.record" in text for event in _events(ast.parse(text))}
 
@@ -41,7 +41,7 @@ def _events(module: ast.Module) -> Iterator[str]:
 
 
 def _assigned(function: ast.AST, name: ast.Name) -> ast.expr:
-    """What a name of `function` is given."""
+    """The expression that `function` assigns to a name."""
     (found,) = (
         node.value
         for node in ast.walk(function)
@@ -51,7 +51,7 @@ def _assigned(function: ast.AST, name: ast.Name) -> ast.expr:
 
 
 def _passed(module: ast.Module, function: str, place: int, name: str) -> Iterator[str]:
-    """What callers of `function` give it at `place`."""
+    """The values that callers give to `function` as argument number `place`, or by `name`."""
     for call in (node for node in ast.walk(module) if isinstance(node, ast.Call)):
         if isinstance(call.func, ast.Name) and call.func.id == function:
             named = [keyword.value for keyword in call.keywords if keyword.arg == name]
@@ -162,7 +162,7 @@ def test_who_did_what(actor: str, event: str, target: str, detail: dict[str, obj
 
 @pytest.mark.parametrize("event", sorted(SENTENCES))
 def test_no_detail_is_needed(event: str) -> None:
-    """Entries of older versions, or with odd targets, are told too."""
+    """Entries of older versions, or with odd targets, get a sentence too."""
     for target in ("", "x", "tinker://nonsense", "org:1"):
         assert sentence(Fact("server", event, target, {}, Called())).startswith("The server ")
 

@@ -1,4 +1,4 @@
-"""Signing in by an OpenID provider that is a process of its own: who gets in, as whom, with which role, until when."""
+"""Signing in by an OpenID provider in its own process: who is let in, as which user, with which role, until when."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_stranger_in_a_group_becomes_a_member(sso: Console, liar: Liar) -> Non
 
 
 def test_without_the_liar_in_between(console: Console, liar: Liar) -> None:
-    """The provider as it is, with its own key and answers."""
+    """The provider itself, with its own key and answers."""
     take_provider(console, liar.behind)
     person(liar.behind, "straight", groups=["weft-acme-admins", "weft-acme"])
     assert sign_in(console, "straight").status_code == 303
@@ -94,7 +94,7 @@ def test_certificates_are_read_once_and_not_by_each_request(
     assert read == []
 
 
-def test_who_is_in_no_group_is_told_whom_to_ask(sso: Console, liar: Liar) -> None:
+def test_a_person_in_no_group_is_told_whom_to_ask(sso: Console, liar: Liar) -> None:
     person(liar.url, "nobody", groups=["staff"])
     reply = sign_in(sso, "nobody")
     assert reply.status_code == 403
@@ -107,7 +107,7 @@ def test_who_is_in_no_group_is_told_whom_to_ask(sso: Console, liar: Liar) -> Non
 
 
 def test_a_claim_gives_nothing_but_what_the_operator_says(sso: Console, liar: Liar) -> None:
-    """Names of organisations, of roles, and what is no list of names."""
+    """Groups named like organisations or roles, and claims that are no list of names."""
     claims: list[Any] = [
         "Rival",
         ["Rival"],
@@ -131,7 +131,7 @@ def test_the_claim_may_be_elsewhere(sso: Console, liar: Liar) -> None:
 
 
 def test_groups_that_the_provider_leaves_out_are_not_taken_for_none(sso: Console, liar: Liar) -> None:
-    """OpenID Connect Core 1.0, 5.6.2, which large tenants of Entra ID meet."""
+    """OpenID Connect Core 1.0, 5.6.2: Entra ID answers so for people in many groups."""
     person(liar.url, "many", groups=["weft-acme"])
     sign_in(sso, "many")
     person(liar.url, "many", groups=None, _claim_names={"groups": "src1"})
@@ -146,7 +146,7 @@ class TestWhoItIs:
         assert "viewer@acme.example" in sso.get("/runs")
         with sso.database.read() as session:
             assert session.scalars(select(Identity)).one().user_id == sso.made.users["viewer"]
-        assert memberships(sso, "viewer@acme.example") == {"Acme Research": "viewer"}  # people gave it: groups do not
+        assert memberships(sso, "viewer@acme.example") == {"Acme Research": "viewer"}  # people gave it, not a group
 
     def test_not_by_one_that_is_not_verified(self, sso: Console, liar: Liar) -> None:
         wrong: list[Any] = [False, None, "false", "yes", 0, [True]]
@@ -171,7 +171,7 @@ class TestWhoItIs:
         assert sign_in(sso, "x").status_code == 303
 
     def test_a_sign_that_becomes_a_letter(self, sso: Console, liar: Liar) -> None:
-        """U+212A, the sign of kelvin, is k in lower case: another address, and so it must not be hers."""
+        """The Kelvin sign, U+212A, is k in lower case: an address with it is another, and must not become hers."""
         person(liar.url, "kate", email="kate@corp.example", groups=["weft-acme"])
         person(liar.url, "thief", email="\u212aate@corp.example", groups=["weft-acme-admins"])
         reply = sign_in(sso, "thief")
@@ -199,7 +199,7 @@ class TestWhoItIs:
         first = sso.database.write_now(link_of_first)
         sso.database.write_now(lambda session: identities.unlink(session, "shared@corp.example"))
         reply = sso.http.post(f"/console/login/{first}", headers=SAME_SITE, follow_redirects=False)
-        assert reply.status_code == 401  # theirs no more
+        assert reply.status_code == 401  # the address is not theirs any more
         assert sign_in(sso, "second").status_code == 303
 
 
@@ -238,7 +238,7 @@ class TestGroups:
         assert memberships(console, "solo@corp.example") == {"Solo": "owner"}
 
     def test_the_last_owner_of_one_leaves_the_others(self, console: Console, liar: Liar) -> None:
-        """What one organisation cannot do holds up no other."""
+        """One organisation cannot remove its last owner: the others remove them all the same."""
         solo, beta = make_organisation(console, "Solo"), make_organisation(console, "Beta")
         rules = [
             {"group": "all", "organisation": "Solo", "role": "owner"},
@@ -295,11 +295,12 @@ class TestRequired:
         return int(reply.status_code)
 
     def test_by_an_organisation(self, sso: Console, liar: Liar) -> None:
-        """Keys and colleagues' links open nothing, what they had opened is over; the operator's link is the way in."""
+        """Keys and colleagues' links open no session, and sessions that they had opened end; the operator's link still
+        works."""
         sso.sign_in("owner")
         sso.press(
             "/members/sso", status=403, required="true"
-        )  # who came by a key does not know that the provider works
+        )  # a person who came by a key cannot know that the provider works
         with_key = dict(sso.http.cookies)
         person(liar.url, "own", email="owner@acme.example")
         sign_in(sso, "own")
@@ -321,7 +322,7 @@ class TestRequired:
         assert sso.sign_in("owner").status_code == 303
         sso.http.cookies.clear()
         sso.http.cookies.update(with_key)
-        sso.get("/", status=303)  # what was over stays so
+        sso.get("/", status=303)  # an ended session stays ended
 
     def test_only_an_owner_does(self, sso: Console, liar: Liar) -> None:
         person(liar.url, "adm", groups=["weft-acme-admins"])
@@ -368,7 +369,7 @@ class TestSessions:
             assert session.scalar(select(func.count()).select_from(BrowserSession)) == 1
 
     def test_what_matters_needs_a_fresh_proof(self, sso: Console, liar: Liar) -> None:
-        """To have come in is not enough: the provider must say that they have proved themselves within the hour."""
+        """Being signed in is not enough: the provider must say that they proved who they are within the hour."""
         person(liar.url, "adm", groups=["weft-acme-admins"])
         liar.changed = {"auth_time": None}
         sign_in(sso, "adm")
@@ -432,8 +433,8 @@ def user_id(console: Console, email: str) -> str:
         return session.scalars(select(User.id).filter_by(email=email)).one()
 
 
-def test_a_provider_by_other_hands(console: Console) -> None:
-    """Django OAuth Toolkit, whose tokens and keys are made by oauthlib and jwcrypto: who gets in, with which role."""
+def test_a_provider_of_another_implementation(console: Console) -> None:
+    """Django OAuth Toolkit, whose tokens and keys oauthlib and jwcrypto make: who is let in, with which role."""
     pytest.importorskip("oauth2_provider", reason="pip install django-oauth-toolkit")
     people = {
         "eve": {"email": "eve@corp.example", "email_verified": True, "groups": ["weft-acme-admins"]},

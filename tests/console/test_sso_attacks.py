@@ -1,6 +1,6 @@
-"""Attacks on signing in by an OpenID provider: tokens that prove nothing, answers that were not asked for, other sites.
+"""Attacks on signing in by an OpenID provider: tokens that prove nothing, answers nobody asked for, other sites.
 
-Tokens come from `Liar`, which has the provider's answers and a key of its own, over HTTP.
+Tokens come over HTTP from `Liar`, which changes the provider's answers and signs them with its own key.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NOTHING: list[Claims] = [
     {"nonce": "another"},
     {"nonce": None},
     {"aud": "another-client"},
-    {"aud": ["weft", "another-client"]},  # for others too, and azp does not say that it is ours
+    {"aud": ["weft", "another-client"]},  # also for another client, and no azp says that it is for us
     {"aud": ["weft", "another-client"], "azp": "another-client"},
     {"azp": "another-client"},
     {"aud": None},
@@ -101,7 +101,7 @@ def letters(part: bytes) -> str:
 
 
 def made_by_hand(header: Claims, secret: bytes | None) -> Callable[[Claims], str]:
-    """Tokens that no library would make: HMAC-SHA256 with any secret, or no signature at all."""
+    """A signer of tokens that no library would make: HMAC-SHA256 with any secret, or no signature at all."""
 
     def sign(claims: Claims) -> str:
         text = f"{letters(json.dumps(header).encode())}.{letters(json.dumps(claims).encode())}"
@@ -122,14 +122,14 @@ class TestSignatures:
         assert nobody_entered(console)
 
     def test_none(self, sso: Console, liar: Liar) -> None:
-        """Whatever the provider says that it supports."""
+        """Even if the provider says that it supports them."""
         liar.discovered = {"id_token_signing_alg_values_supported": ["none", "HS256"]}
         for name in ("none", "None", "nOnE", ""):
             liar.sign = made_by_hand({"alg": name, "kid": "first"}, None)
             self.refused(sso)
 
     def test_hmac(self, sso: Console, liar: Liar) -> None:
-        """The confusion of algorithms: with what everybody knows for a secret, or with what we alone should."""
+        """Confusion of algorithms: signed with the public key, which everybody knows, or with our own client secret."""
         jwk = json.dumps(liar.published()["keys"][0]).encode()
         for secret in (public_pem(liar), jwk, SECRET.encode(), b""):
             liar.sign = made_by_hand({"alg": "HS256", "kid": "first"}, secret)
@@ -164,7 +164,7 @@ class TestSignatures:
         self.refused(sso)
 
     def test_keys_of_other_kinds_are_left_out(self, sso: Console, liar: Liar) -> None:
-        """RFC 7517, section 5: of a curve that is not known here, of what is no curve, and what is damaged."""
+        """RFC 7517, section 5: keys of a curve that is unknown here, of another kind, and damaged ones."""
         unreadable: list[Claims] = [
             {"kty": "EC", "crv": "brainpoolP256r1", "kid": "other", "x": "AAAA", "y": "AAAA"},
             {"kty": "AKP", "alg": "ML-DSA-65", "kid": "later", "pub": "AAAA"},
@@ -191,7 +191,7 @@ class TestSignatures:
 
 
 class TestWhatIsVerified:
-    """An address is as verified as whoever names it says, the token or the userinfo endpoint."""
+    """An address is verified only if the one that names it, the token or the userinfo endpoint, says so."""
 
     @pytest.mark.parametrize(
         ("token", "told"),
@@ -225,7 +225,7 @@ class TestTheWay:
         assert nobody_entered(sso)
 
     def test_in_a_browser_that_did_not_begin(self, sso: Console, liar: Liar) -> None:
-        """Login CSRF: an attacker's own answer, in somebody else's browser, with or without a sign-in of theirs."""
+        """Login CSRF: an attacker's answer in another person's browser, whether or not they have begun to sign in."""
         back = at_provider(begin(sso), "ada")
         sso.http.cookies.clear()
         assert come_back(sso, back).status_code == 400
@@ -246,7 +246,7 @@ class TestTheWay:
         assert "weft_console" not in sso.http.cookies
 
     def test_a_code_of_another_sign_in(self, sso: Console, liar: Liar) -> None:
-        """Injected into one that was begun here: the verifier is another, and so is the nonce."""
+        """A stolen code is injected into a sign-in that was begun here: its verifier and its nonce differ."""
         stolen = httpx.QueryParams(at_provider(begin(sso), "ada").partition("?")[2])["code"]
         state = httpx.QueryParams(at_provider(begin(sso), "ada").partition("?")[2])["state"]
         assert come_back(sso, f"/console/sso/callback?code={stolen}&state={state}").status_code in (400, 502)
@@ -292,14 +292,14 @@ class TestTheWay:
             assert sign_in(sso, "ada", next=to).headers["location"] == "/console/"
 
     def test_the_provider_is_told_only_our_address(self, sso: Console, liar: Liar) -> None:
-        """Whatever Host the browser says."""
+        """Whatever Host header the browser sends."""
         headers = {**SAME_SITE, "hx-request": "true", "host": "evil.example", "x-forwarded-host": "evil.example"}
         to = sso.http.post("/console/sso", headers=headers).headers["hx-redirect"]
         assert httpx.URL(to).params["redirect_uri"] == f"{PUBLIC}/console/sso/callback"
         assert httpx.URL(to).params["code_challenge_method"] == "S256"
 
     def test_an_answer_of_another_issuer(self, sso: Console, liar: Liar) -> None:
-        """RFC 9207: providers are mixed up."""
+        """RFC 9207: an attack that mixes up two providers."""
         back = at_provider(begin(sso), "ada")
         assert come_back(sso, f"{back}&iss=https://evil.example").status_code == 400
         assert nobody_entered(sso)
@@ -336,7 +336,7 @@ class TestTheProvider:
             {"authorization_endpoint": "javascript:1"},
         ]
         for liar.discovered in wrong:
-            take_provider(sso, liar.url)  # which forgets the document before
+            take_provider(sso, liar.url)  # which drops the document that was read before
             reply = sso.http.post("/console/sso", headers={**SAME_SITE, "accept": "text/html"})
             assert (reply.status_code, "it@corp.example" in reply.text) == (503, True)
 
@@ -352,7 +352,7 @@ class TestTheProvider:
         take_provider(sso, "http://localhost:9")
         for _ in range(3):
             assert sso.http.post("/console/sso", headers=SAME_SITE).status_code == 503
-        monkeypatch.setattr(provider, "TIMEOUT_S", 0.0)  # a second question would end otherwise
+        monkeypatch.setattr(provider, "TIMEOUT_S", 0.0)  # so a second question would end in another error
         assert sso.http.post("/console/sso", headers=SAME_SITE).status_code == 503
 
     def test_answers_without_end(self, sso: Console, liar: Liar) -> None:
@@ -361,7 +361,7 @@ class TestTheProvider:
 
 
 def test_who_fails_again_and_again_waits(sso: Console, liar: Liar) -> None:
-    sso.app.state.service.attempts._buckets = Buckets(lambda: 0.0)  # a try takes no time, however busy the machine is
+    sso.app.state.service.attempts._buckets = Buckets(lambda: 0.0)  # a clock that stands still on a busy machine, too
     for _ in range(TRIES_PER_MINUTE):
         assert come_back(sso, "/console/sso/callback?state=x&code=x").status_code == 400
     reply = come_back(sso, "/console/sso/callback?state=x&code=x")

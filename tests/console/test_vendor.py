@@ -1,4 +1,4 @@
-"""What others wrote is in the tree as they published it, with its licence."""
+"""Files written by others are in the tree as they were published, with their licences."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_files_are_what_the_manifest_says(entry: dict[str, str]) -> None:
     assert {"MIT": "The MIT License", "0BSD": "Zero-Clause BSD"}[entry["licence"]] in licence
 
 
-def test_nothing_is_there_unnamed() -> None:
+def test_every_vendored_file_is_in_the_manifest() -> None:
     named = {name for entry in MANIFEST for name in (entry["file"], entry["licence_file"])}
     assert {path.name for path in VENDOR.iterdir()} == named | {"manifest.json"}

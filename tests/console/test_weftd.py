@@ -1,5 +1,5 @@
-"""A real weftd, a real run: what it costs is the same on its page, by the API, the SDK and the command line, while it
-runs; and its page shows what the loop logs."""
+"""A real weftd and a real run: while it runs, its page, the API, the SDK and the command line tell the same cost; and
+its page shows what the loop logs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_login_link(server: Weftd) -> None:
 
 @pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
 def test_the_playground(server: Weftd) -> None:
-    """Two models side by side, for two turns, in Chromium under the console's policy; paid as what the API says."""
+    """Two models side by side, for two turns, in Chromium under the console's policy; it costs what the API says."""
     key = server.key()
     with weft.ServiceClient(base_url=server.url, api_key=key) as service:
         training = service.create_lora_training_client(BASE_MODEL, rank=4).result()

@@ -1,8 +1,8 @@
-"""An OpenID provider by Django OAuth Toolkit: oauthlib and jwcrypto, where the console has Authlib and joserfc.
+"""An OpenID provider by Django OAuth Toolkit: it uses oauthlib and jwcrypto, the console uses Authlib and joserfc.
 
     python toolkit_provider.py PORT SECRET REDIRECT_URI PEOPLE
 
-PEOPLE is JSON: what the provider says of each, by name. /sign-in/NAME is its page with the password, without one.
+PEOPLE is JSON: the claims of each person, by name. /sign-in/NAME is its sign-in page, which asks for no password.
 """
 # ruff: noqa: E402  Django wants to be set up before its models are imported.
 
