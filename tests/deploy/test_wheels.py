@@ -88,7 +88,7 @@ class Environment:
 
     def install(self, *what: str) -> None:
         pip = [sys.executable, "-m", "pip", "--python", str(self.bin / "python"), "install", "--quiet", "--no-deps"]
-        pip += ["--no-index", "--no-warn-script-location", "--ignore-installed"]  # pip cannot remove borrowed ones
+        pip += ["--no-index", "--no-warn-script-location", "--ignore-installed"]  # borrowed ones are not installed
         subprocess.run([*pip, *what], check=True, env=CLEAN)
 
     def run(self, program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
