@@ -255,7 +255,7 @@ def test_what_counts_as_out_of_memory() -> None:
 
 
 class Room:
-    """The machine has memory for the states of so many runs, whatever the trainer's budget is."""
+    """A machine with memory for the states of so many runs, whatever the trainer's budget is."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bench: Bench, error: Exception = ERRORS[0]) -> None:
         self.runs, real = 99, runs_arena.Arena
@@ -269,7 +269,7 @@ class Room:
 
 
 def paged_out(bench: Bench, runs: str = "abc") -> None:
-    """These runs, with a gradient each, are on the disk, and their memory is free."""
+    """Make these runs, with a gradient each, and page them out: they are on the disk, and their memory is free."""
     bench.ok(*(bench.create(run_id) for run_id in runs))
     bench.ok(*(bench.fb(run_id, ce_data([5], 7)) for run_id in runs))
     bench.trainer.residency.squeeze()

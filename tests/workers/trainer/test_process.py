@@ -81,7 +81,7 @@ def bench(decoder: Decoder, tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def bounds() -> TrainerBounds:
-    """The bounds that the worker is told; a test may set others."""
+    """The bounds that the worker is told; a test may override them."""
     return TrainerBounds(resident_bytes=MEMORY)
 
 
