@@ -177,7 +177,7 @@ def test_a_run_whose_step_finds_no_memory_waits_and_a_replay_is_rebuilt(
 
 @pytest.mark.parametrize(("run_id", "name"), [("a", "aten::_fused_adamw_"), ("e", "aten::sub_")])
 def test_what_fails_as_runs_are_changed_is_not_tried_again(bench: Bench, run_id: str, name: str) -> None:
-    """Also if it calls itself a lack of memory, as a kernel does that finds no room as it is launched."""
+    """Also if the error says that memory is short, like that of a kernel that finds none at its launch."""
     with_gradients(bench)
     with (
         Failing(name, RuntimeError("CUDA error: out of memory")),

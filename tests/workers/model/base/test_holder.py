@@ -128,7 +128,7 @@ def test_one_loads_for_all_who_come_at_once_and_the_death_of_any_leaves_it_to_th
     (pid,) = holders(folder)
     first = next(client for client, (how, _) in zip(clients, said, strict=True) if how == "loaded")
     first.kill()
-    os.kill(pid, signal.SIGTERM)  # of whoever stops the service: it stays for those who drain
+    os.kill(pid, signal.SIGTERM)  # sent to all processes of a stopping service: it stays for workers that drain
     remove_unused(folder)
     again = Client(folder)
     assert again.said() == ("opened", total)

@@ -264,7 +264,7 @@ def without_libraries(worker: Worker) -> int:
 def test_trainer_and_generator_compute_with_the_file_s_bytes(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is made as its process makes it, and no weight of it is a copy."""
+    """Both are made as their processes make them, and no weight of theirs is a copy."""
     for process in (trainer_process, generator_process):
         monkeypatch.setattr(process, "probe", lambda decoder, findings: "together")
     where = ModelDevice(CPU, torch.float32)
