@@ -106,7 +106,7 @@ def plain(*shape: int) -> Tensor:
     ("out", "inner"), [(1, 1), (16, 7), (63, 33), (64, 64), (65, 256), (200, 31), (130, 511), (70, 512), (33, 1100)]
 )
 @pytest.mark.parametrize("rows", [0, 1, 6, 13, 64])
-def test_unpacked_weights_in_both_directions(rows: int, out: int, inner: int) -> None:
+def test_weights_packed_in_each_call_in_both_directions(rows: int, out: int, inner: int) -> None:
     x, weight = rows_of(rows, inner), plain(out, inner)
     there = base_mm(x, weight)
     torch.testing.assert_close(there.double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
@@ -117,7 +117,7 @@ def test_unpacked_weights_in_both_directions(rows: int, out: int, inner: int) ->
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_unpacked_weights_give_a_row_the_same_bits_in_any_batch(threads: int, transposed: bool) -> None:
+def test_weights_packed_in_each_call_give_a_row_the_same_bits_in_any_batch(threads: int, transposed: bool) -> None:
     x, weight = rows_of(200, 600), plain(600, 150) if transposed else plain(150, 600)
     before, whole = torch.get_num_threads(), base_mm(x, weight, transposed=transposed)
     try:
@@ -130,7 +130,7 @@ def test_unpacked_weights_give_a_row_the_same_bits_in_any_batch(threads: int, tr
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_unpacked_expert_has_its_own_rows(transposed: bool) -> None:
+def test_each_expert_packed_in_each_call_has_its_own_rows(transposed: bool) -> None:
     x, weight = rows_of(40, 48), plain(5, 48, 70) if transposed else plain(5, 70, 48)
     counts = [3, 0, 17, 20, 0]
     found = per_expert(x, weight, torch.tensor(counts).cumsum(0).to(torch.int32), transposed=transposed)

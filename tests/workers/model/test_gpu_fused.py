@@ -168,7 +168,7 @@ def test_logprobs_over_more_than_a_block_has(
     monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
     monkeypatch.setattr(softmax, "SPLIT", 256)
     bits, recomputed = [], twice(on_device)[0]
-    for room, of in ((64, recomputed), (1 << 40, on_device)):  # recomputed in cuts, and all on the device
+    for room, of in ((64, recomputed), (1 << 40, on_device)):  # logits are kept of the first chunk only, and of all
         monkeypatch.setattr(logprobs._Head, "room", lambda head, room=room: room)
         found = run(DEVICE, of)
         bits.append([*found, *(grad.flat.cpu() for grad in of.grads if grad is not None)])

@@ -63,7 +63,7 @@ def short_steps(most: int) -> Iterator[Counter[str]]:
         made = counts["calls"]
         if not most or made % most == 0 or made > SHORT_CALLS:
             return call(due)
-        depth = 40 if isinstance(due[0][1], Dimuon) else 5  # any step makes more tensors than this
+        depth = 40 if isinstance(due[0][1], Dimuon) else 5  # any step makes at least so many tensors
         with Allocations(1 + 7 * made % depth) as allocations:
             try:
                 return call(due)

@@ -61,7 +61,7 @@ def test_a_failure_that_only_the_journal_knows_counts_too(bench: Bench) -> None:
     assert failure.message.endswith("token 9 is out")
 
 
-def test_loaded_weights_need_no_missing_gradient(bench: Bench) -> None:
+def test_a_step_on_loaded_weights_is_taken(bench: Bench) -> None:
     begun(bench)
     saved = bench.op("r", OpKind.SAVE_STATE, target_ref="weights/saved")
     bench.ok(saved)

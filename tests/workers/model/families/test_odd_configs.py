@@ -110,7 +110,7 @@ def test_fields_beside_text_config_are_not_read(model: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("model", CONFIGS)
 def test_attention_in_both_directions_is_refused(model: str, says: Any, tmp_path: Path) -> None:
     """Libraries take each of these values for attention in both directions, which embedding models have. No other field
-    of such a model tells: served as it is not, it would give other numbers."""
+    of such a model tells, and served with causal attention it would give other numbers."""
     config = CONFIGS[model]
     for field, refused in ((says, True), (True, False)):
         text = {"text_config": config["text_config"] | {"is_causal": field}} if "text_config" in config else {}

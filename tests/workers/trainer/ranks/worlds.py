@@ -228,7 +228,7 @@ def log_of(bench: Bench) -> list[Any]:
 
 
 def plain(op: Any, done: Done) -> bytes:
-    """A result without its bytes, whose order of entries protobuf chooses; or the failure in its place."""
+    """A result with its entries in a fixed order, which protobuf leaves open; or the failure in its place."""
     payload = done.payload
     if done.failure is not None:
         return repr(done.failure).encode()
