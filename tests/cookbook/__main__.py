@@ -1,4 +1,4 @@
-"""`make cookbook`: every recipe, with a line for each. Names of recipes as arguments choose some."""
+"""`make cookbook`: run every recipe, and print a line for each. Arguments are the names of recipes to run alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cookbook.recipes import RECIPES, run
 
 
 def main(chosen: list[str]) -> int:
-    """How many recipes failed."""
+    """Run the recipes; the number of those that failed."""
     python, failed = build(), 0
     with tempfile.TemporaryDirectory() as name:
         folder = shadow(Path(name) / "work")

@@ -1,4 +1,4 @@
-"""What recipes run in: an environment of their own, stand-ins for the hub, and a server under a known name.
+"""Where recipes run: an environment of their own, stand-ins for the hub, and a server with a known model name.
 
 The cookbook knows models only by their names on the hub, so the tiny model is served as `Qwen/Qwen3-8B`, and a random
 one of each family as one of its checkpoints. Libraries prefer a folder of that name in the working directory to the
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".cookbook"
 MODEL = "Qwen/Qwen3-8B"
 HYBRID = "Qwen/Qwen3.5-4B"
-#: Of other families, by their names in docs/models.md: a checkpoint's name on the hub, and the tiny random model
-#: (tests/workers/model/models.py) that is served under it.
+#: Other families, by their names in docs/models.md: a checkpoint's name on the hub, and the tiny random model
+#: (tests/workers/model/models.py) that is served under that name.
 OTHERS = {
     TABLE[FAMILIES[tiny][0].__name__].name: (TABLE[FAMILIES[tiny][0].__name__].checkpoints[-1], tiny)
     for tiny in (
@@ -48,7 +48,7 @@ COOKBOOK = "tinker_cookbook==0.6.1"
 
 
 def build() -> Path:
-    """The Python of the cookbook's environment, which is made where it is not there yet. It borrows our torch."""
+    """The Python of the cookbook's environment, which is made if it does not exist. It borrows our torch."""
     python, stamp = FOLDER / "bin" / "python", FOLDER / ".complete"
     if not stamp.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(FOLDER)], check=True)
@@ -62,7 +62,7 @@ def build() -> Path:
 
 
 def serve(folder: Path, models: Iterable[str]) -> Weftd:
-    """A server with these models."""
+    """Run a server with these models."""
     paths = {name: folder / "models" / name if name in _RANDOM else TINY_PATH for name in models}
     for name in paths.keys() & _RANDOM.keys():
         save(paths[name], reference(_RANDOM[name], vocab_size=1560, max_position_embeddings=512))
@@ -70,8 +70,8 @@ def serve(folder: Path, models: Iterable[str]) -> Weftd:
 
 
 def shadow(folder: Path) -> Path:
-    """A working directory in which the hub's names are local folders."""
-    for name in (MODEL, *_RANDOM):  # what is read of it is the tokenizer
+    """Make a working directory in which the hub's names are local folders."""
+    for name in (MODEL, *_RANDOM):  # only its tokenizer is read
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(TINY_PATH)
     robots = [{"messages": _talk(i)} for i in range(32)]

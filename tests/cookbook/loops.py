@@ -83,7 +83,7 @@ def dpo(model: str, logs: str) -> None:
 
 
 def weights(model: str, logs: str) -> None:
-    """A trained run is downloaded and merged into a Hugging Face model."""
+    """Train a run, download it, and merge it into a Hugging Face model."""
     import tinker
     from tinker_cookbook import weights as exported
 

@@ -1,4 +1,4 @@
-"""The recipes that are run, how, and how one knows that they did something."""
+"""The recipes that are run, their arguments, and the metrics by which one sees that they did something."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recipe:
     command: tuple[str, ...]
     ours: bool = False
     in_ci: bool = False
-    #: Lines of metrics that it leaves at least.
+    #: The least number of lines of metrics that it must leave.
     steps: int = 2
     model: str = MODEL
 
@@ -83,7 +83,7 @@ RECIPES = (
 
 
 def run(recipe: Recipe, python: Path, server: Weftd, folder: Path) -> None:
-    """Run it in `folder` (see `environment.shadow`). Raises AssertionError with the end of what it said."""
+    """Run the recipe in `folder` (see `environment.shadow`). Raises AssertionError with the end of its output."""
     logs = folder / "logs" / recipe.name.replace(" ", "-")
     if recipe.ours:
         command = [str(python), str(Path(__file__).with_name("loops.py")), *recipe.command, recipe.model, str(logs)]

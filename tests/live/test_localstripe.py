@@ -1,5 +1,5 @@
-"""An independent imitation of Stripe, for the little that it has of what we use: customers, and webhooks that it signs.
-Only with LOCALSTRIPE naming its program (it is GPL, and lives in an environment of its own), and never in CI."""
+"""Against localstripe, an independent imitation of Stripe. Of what we use it has only customers and signed webhooks.
+Runs only if LOCALSTRIPE names its program (it is GPL, and installed in an environment of its own), and never in CI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Against Stripe itself, in test mode: what the fake takes for granted. Only with STRIPE_TEST_KEY, and never in CI."""
+"""Against Stripe itself, in test mode: what our fake of it assumes. Runs only with STRIPE_TEST_KEY, never in CI."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.live,
     pytest.mark.skipif(not KEY.startswith(("sk_test_", "rk_test_")), reason="STRIPE_TEST_KEY is not set to a test key"),
 ]
-#: How long Stripe's sums may take.
+#: Seconds that Stripe may take until its sums include the last events.
 SUMMARY_S = 600
 
 
@@ -61,7 +61,7 @@ def test_set_up_finds_what_it_made(client: StripeClient, prices: tuple[str, ...]
     assert setup.set_up(client) == prices
 
 
-def test_a_repeated_event_is_taken_for_sent_and_negative_ones_count(
+def test_a_repeated_event_counts_as_sent_and_negative_ones_are_summed(
     client: StripeClient, prices: tuple[str, ...], customer: str
 ) -> None:
     first = _event(customer, 70)

@@ -1,4 +1,4 @@
-"""Tasks of verifiers 0.4, and a tool server that it starts as `python -m tests.rl_packages.adding`."""
+"""Tasks for verifiers 0.4, and a tool server that it starts as `python -m tests.rl_packages.adding`."""
 
 from __future__ import annotations
 

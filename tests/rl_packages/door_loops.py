@@ -1,6 +1,6 @@
-"""verifiers 0.4 as it is, against the server of WEFT_BASE_URL: its agent, its harness, its own TrainClient, which comes
-through vLLM's door and knows nothing of us. Each rollout is trained by the session that it named. A line of JSON is
-printed: a list of steps."""
+"""Unmodified verifiers 0.4 against the server of WEFT_BASE_URL: its agent, its harness and its own TrainClient, which
+uses vLLM's API and knows nothing of us. Each rollout is trained by the session that it named. Prints one line of JSON:
+a list of steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.rl_packages.adding import Adding, AddingByTool, Sum
 from tests.rl_packages.lesson import taught
 
 STEPS, TASKS, SIZE = 2, 2, 4
-#: How a toolset shows `add`.
+#: The function `add` as a toolset shows it to the model.
 NUMBERS = {name: {"title": name.upper(), "type": "integer"} for name in "ab"}
 PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "title": "addArguments"}
 ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETERS}
 
 
 async def prepare(self: Any, script: str | bytes, env: Any = None, *, activate: bool = True) -> list[str]:
-    """In place of verifiers' own, which lets `uv` fetch what the program imports: it is all here already."""
+    """Replaces verifiers' own, which has `uv` fetch the program's imports: all of them are installed already."""
     data = script.encode() if isinstance(script, str) else script
     path = f"{self.scripts_dir}/{hashlib.sha256(data).hexdigest()}.py"
     await self.write(path, data)
@@ -69,7 +69,7 @@ async def rollout(agent: vf.Agent, kind: str, a: int, b: int) -> vf.Trace:
 
 
 def same(trace: vf.Trace, rollout: rl.Rollout) -> bool:
-    """Whether the session has, to the token and the bit, what the client got."""
+    """Whether the session has exactly the tokens and the bits of the log-probabilities that the client got."""
     kept = [(joined.tokens, joined.drawn, joined.logprobs) for joined in join(rollout.turns)]
     return kept == [(branch.token_ids, branch.sampled_mask, branch.logprobs) for branch in trace.branches]
 
@@ -92,7 +92,7 @@ async def go(kind: str) -> list[dict[str, float]]:
                 if failed:
                     raise RuntimeError(f"{failed[0].stop_condition}: {failed[0].errors}, {failed[0].calls}")
                 got = [await rl.trajectories_async(trace.id, service, trace.reward) for trace in traces]
-                # Every rollout is trained: what is looked at is whether it is on-policy, not whether it learns.
+                # Every rollout is trained: the test looks at whether it is on-policy, not at whether the model learns.
                 data = [datum for one in got for datum in rl.data_of(one, one.reward - 0.1)]
                 backward = loss.forward_backward(run, [loss.datum(datum, 1 / len(data)) for datum in data], None)
                 await run.optim_step_async(weft.AdamParams(learning_rate=1e-3))

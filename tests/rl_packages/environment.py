@@ -1,7 +1,7 @@
-"""The packages that `weft.rl` and the doors are for, in environments of their own under `.rl-packages/`.
+"""The packages that `weft.rl` and the server's doors support, each in its own environment under `.rl-packages/`.
 
-`python -m tests.rl_packages.environment [NAME...]` makes them; the tests of each run where it is there. verifiers 0.1
-and 0.4 share a name and no code: 0.1 is sampled by our own client, 0.4 brings its own, which comes through vLLM's door.
+`python -m tests.rl_packages.environment [NAME...]` makes them; the tests of an environment run if it exists. verifiers
+0.1 and 0.4 share a name and no code: 0.1 samples by our client, 0.4 by its own, which uses vLLM's API.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOME = ROOT / ".rl-packages"
 
 @dataclass(frozen=True)
 class Environment:
-    """`proves` says what its tests do with each package, for docs/compatibility.md."""
+    """An environment. `proves` says what its tests do with each package, for docs/compatibility.md."""
 
     name: str
     packages: tuple[str, ...]
@@ -32,7 +32,7 @@ class Environment:
         return HOME / self.name / ".complete"
 
     def build(self) -> None:
-        """Up to 830 MB."""
+        """Make the environment, which takes up to 830 MB of disk."""
         self.stamp.unlink(missing_ok=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(HOME / self.name)], check=True)
         pip = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet"]

@@ -1,7 +1,7 @@
-"""Agent frameworks as they are, against the server of WEFT_BASE_URL: `python frameworks.py FRAMEWORK MODEL SESSION`.
+"""Unmodified agent frameworks against the server of WEFT_BASE_URL: `python frameworks.py FRAMEWORK MODEL SESSION`.
 Each has a tool and asks one question: the model calls the tool, reads its result, and answers; instructor has a type
-in the tool's place. None knows anything of Weft; what they send is kept under SESSION. A line of JSON is printed: what
-the tool was called with, and the answer, or the error that ended it."""
+instead of the tool. None knows anything of Weft; what they send is kept under SESSION. Prints one line of JSON: the
+arguments of the tool's calls, and the answer, or the error that ended it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLED: list[tuple[int, int]] = []
 
 
 def endpoint(session: str) -> dict[str, Any]:
-    """For a client of `openai`."""
+    """The arguments for a client of `openai`."""
     url, key = f"{os.environ['WEFT_BASE_URL']}/v1", os.environ["WEFT_API_KEY"]
     return {"base_url": url, "api_key": key, "default_headers": {"X-Session-ID": session}}
 
@@ -110,7 +110,7 @@ def litellm(model: str, session: str) -> str:
 
 
 def instructor(model: str, session: str) -> str:
-    """A typed answer, asked for by words alone: a tool that must be called, and a JSON schema, are refused."""
+    """A typed answer that the prompt asks for: the server refuses a JSON schema, and a tool that must be called."""
     import instructor
     from openai import OpenAI
     from pydantic import BaseModel

@@ -1,4 +1,4 @@
-"""A call of a tool, which the built-in model has never seen: always the same, learned by heart."""
+"""Teaches the built-in model, which has never seen a tool call, to make one: always the same, learned by heart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft import rl
 
 
 def taught(run: weft.TrainingClient, function: Mapping[str, Any]) -> None:
-    """To call `function`, which adds a and b, whatever is asked."""
+    """Train the run to call `function`, which adds a and b, whatever is asked."""
     call = {"type": "function", "function": {"name": function["name"], "arguments": {"a": 1, "b": 1}}}
     talks: list[list[dict[str, Any]]] = [
         [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -22,7 +22,7 @@ def taught(run: weft.TrainingClient, function: Mapping[str, Any]) -> None:
 
 
 def by_heart(run: weft.TrainingClient, said: Mapping[tuple[int, ...], str]) -> None:
-    """To answer each of these prompts, in ids, with a text and the end of its turn."""
+    """Train the run to answer each of these prompts, given as token ids, with its text and the end of the turn."""
     tokenizer, data = run.get_tokenizer(), []
     for prompt, text in said.items():
         ids = [*prompt, *tokenizer.encode(text), tokenizer.eos_token_id]

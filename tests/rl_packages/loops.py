@@ -1,4 +1,5 @@
-"""Run in that environment, against the server of WEFT_BASE_URL: each loop prints its steps as one line of JSON."""
+"""Training loops of the packages, run in their environment against the server of WEFT_BASE_URL. Each loop prints its
+steps as one line of JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def exact(completion: Any, answer: str, **_: Any) -> float:
 
 
 def called(completion: Any, **_: Any) -> float:
-    """Whether a tool was called."""
+    """1 if a tool was called, otherwise 0."""
     roles = [each["role"] if isinstance(each, dict) else each.role for each in completion]
     return float("tool" in roles)
 
@@ -48,21 +49,21 @@ def add(a: int, b: int) -> int:
 
 
 class Twice(vf.MultiTurnEnv):
-    """Asks the same again."""
+    """Asks the same question a second time."""
 
     async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
         return [{"role": "user", "content": state["prompt"][0]["content"]}]
 
 
 class Endless(vf.MultiTurnEnv):
-    """Asks for more until nothing goes into the context."""
+    """Asks for more until the context is full."""
 
     async def env_response(self, messages: Any, state: Any, **_: Any) -> Any:
         return [{"role": "user", "content": "What is 1 + 2? " * 40}]
 
 
 class Again(Twice):
-    """Asks again where a sample fails, as code that knows unreliable servers does."""
+    """Asks again if a sample fails, as code written for unreliable servers does."""
 
     async def get_model_response(self, *args: Any, **options: Any) -> Any:
         try:

@@ -1,7 +1,7 @@
-"""Our adapters of Modal and Prime, over their clients as published; there are no accounts, and nothing leaves this
-machine. Each call is bound to the signature of the client's own method before a stand-in answers it, so what the client
-would not take fails; requests, answers and errors are the client's own types, and commands run in a shell here. A line
-of JSON is printed: what the contract of a sandbox came to, by provider."""
+"""Our adapters of Modal and Prime, over their published clients, without accounts; nothing leaves this machine. Each
+call is bound to the signature of the client's own method before a stand-in answers it, so a call that the client would
+not take fails. Requests, answers and errors are the client's own types, and commands run in a shell here. Prints one
+line of JSON: the results of a sandbox's contract, by provider."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from modal.container_process import ContainerProcess
 from modal.io_streams import StreamReader, StreamWriter
 from weft.rl import sandboxes
 
-#: In place of /work and /tmp inside of a sandbox.
+#: The folders that replace a sandbox's /work and /tmp.
 HERE = Path(tempfile.gettempdir())
 WHEN = "2026-11-23T00:00:00Z"
 
 
 def stand_in(real: Any, answer: Callable[..., Any], *held: Any) -> Any:
-    """Takes what `real`, or its `aio`, takes behind `held`, and answers."""
+    """A call that takes the arguments of `real`, or of its `aio`, after `held`, and answers."""
     signature = inspect.signature(getattr(real, "aio", real))
 
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +53,7 @@ async def shell(line: list[str], given: bytes = b"") -> tuple[int, bytes, bytes]
 
 
 class Process:
-    """What Modal's exec gives: it runs when its stdin is sent."""
+    """Replaces the process that Modal's exec returns; it runs when its stdin is sent."""
 
     def __init__(self, args: tuple[str, ...], timeout: int, workdir: str, text: bool) -> None:
         assert (text, workdir, type(timeout)) == (False, "/work", int)
@@ -80,7 +80,7 @@ async def _pieces(data: bytes) -> AsyncIterator[bytes]:
 
 
 class ModalBox:
-    """The members of a `modal.Sandbox` that are used."""
+    """The members of a `modal.Sandbox` that our adapter uses."""
 
     def __init__(self) -> None:
         own, files = modal.Sandbox, dict[str, bytes]()
@@ -117,7 +117,7 @@ def of_modal() -> Any:
 
 
 def of_prime() -> Any:
-    """The client's own `create`, `checkpoint` and `delete`, whose HTTP is answered here."""
+    """A sandbox of Prime: the client's own `create`, `checkpoint` and `delete`, whose HTTP is answered here."""
     os.environ["PRIME_API_KEY"] = "none"
     home = sandboxes.Prime("python:3.12", most=2)
     client = home.client
@@ -155,7 +155,7 @@ def of_prime() -> Any:
 
 
 async def contract(home: Any) -> dict[str, Any]:
-    """What `weft.rl.sandboxes.sandbox` promises of a sandbox, as far as a stand-in can be asked."""
+    """Try what `weft.rl.sandboxes.sandbox` promises of a sandbox, as far as a stand-in can show it."""
     async with sandboxes.opened(home) as box:
         left = (await home.quota()).left
         await box.write("a/answer.txt", b"\x00four")
@@ -174,7 +174,7 @@ async def contract(home: Any) -> dict[str, Any]:
 
 
 async def _refused(call: Awaitable[Any]) -> str:
-    """What it says, in the first words; empty if it does what was asked."""
+    """The first words of its error; empty if it does what was asked."""
     try:
         await call
     except sandboxes.SandboxError as error:

@@ -1,5 +1,5 @@
-"""What our sinks write, read again with the packages' own readers or records; nothing leaves this machine. A line of
-JSON is printed: by sink, the points of `reward` as pairs (step, value)."""
+"""Reads what our sinks write, with the packages' own readers or records; nothing leaves this machine. Prints one line
+of JSON: for each sink the points of `reward` as pairs (step, value)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from weft import rl
 
 STEPS = ({"reward": 0.25, "kl/mean": 1e-3}, {"reward": 0.5, "kl/mean": 2e-3})
-#: Of the first step, told after the second: an evaluation takes its time.
+#: Metrics of the first step, logged after the second: an evaluation takes its time.
 LATE = {"eval/reward": 0.75}
 
 
@@ -46,7 +46,7 @@ def trackio(folder: Path) -> list[tuple[int, float]]:
 
 
 def wandb(folder: Path) -> list[tuple[int, float]]:
-    """Offline. Its file is 7 bytes and then LevelDB's log: records of checksum, length, type, and a protobuf."""
+    """Runs offline. Its file is 7 bytes, then LevelDB's log: records of checksum, length, type, and a protobuf."""
     through(rl.Wandb(project="sums", dir=str(folder), mode="offline"))
     from wandb.proto.wandb_internal_pb2 import Record
 

@@ -42,13 +42,13 @@ def made(environment: Environment) -> pytest.MarkDecorator:
 
 
 def said(server: Weftd, environment: Environment, program: Path, *arguments: str, key: str = "") -> list[str]:
-    """The lines that a program prints which runs in `environment`."""
+    """Run a program in `environment`; the lines that it prints."""
     variables = os.environ | {
         "WEFT_BASE_URL": server.url,
         "WEFT_API_KEY": key or server.key(f"{program.stem}-{arguments[0].strip('-')}"),
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would fetch one
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise litellm would fetch one
     }
     command = [str(environment.python), str(program), *arguments]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)
@@ -63,7 +63,7 @@ def on_policy(step: dict[str, Any]) -> None:
 
 @made(VERIFIERS_0_1)
 @pytest.mark.parametrize("kind", ["single", "multi", "tool", "gym", "renderer"])
-def test_it_rolls_out_and_trains_on_policy(server: Weftd, kind: str) -> None:
+def test_a_package_rolls_out_and_trains_on_policy(server: Weftd, kind: str) -> None:
     steps = json.loads(said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), kind)[-1])
     assert len(steps) == 3
     trained = [step for step in steps if step["data"]]
@@ -84,7 +84,8 @@ def test_a_budget_that_ends_a_sample_of_verifiers_ends_the_loop(server: Weftd) -
 
 @made(VERIFIERS_0_1)
 def test_a_rollout_of_verifiers_that_fills_the_context_ends_there_and_is_scored(server: Weftd) -> None:
-    """As with verifiers' own clients: a loop that left out what grows too long would never learn to be brief."""
+    """So it is with verifiers' own clients: a loop that dropped rollouts that grow too long would never learn to be
+    brief."""
     ended, steps = said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), "endless")
     assert ended == "done"
     for step in json.loads(steps):
@@ -95,7 +96,7 @@ def test_a_rollout_of_verifiers_that_fills_the_context_ends_there_and_is_scored(
 
 @made(VERIFIERS_0_1)
 def test_a_sample_of_verifiers_that_fails_can_be_asked_for_again(server: Weftd) -> None:
-    """By its environment, which then goes on: what was asked is not asked twice in one prompt, and it is scored."""
+    """Its environment asks again and goes on: the prompt has the question only once, and the rollout is scored."""
     ended, steps = said(server, VERIFIERS_0_1, Path(__file__).with_name("loops.py"), "again")
     assert ended == "done"
     for step in json.loads(steps):
@@ -133,7 +134,7 @@ def test_an_agent_of_openai_is_trained(server: Weftd, environment: Environment) 
 
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
-#: What the model says, turn by turn, to which framework; to the others it calls `add`, and says what came out.
+#: The model's words, turn by turn, by framework; for all others it calls `add`, and then says the sum.
 SAID = {"instructor": ('```json\n{"a": 3, "b": 4}\n```',)}
 
 
@@ -150,7 +151,7 @@ SAID = {"instructor": ('```json\n{"a": 3, "b": 4}\n```',)}
     ],
 )
 def test_a_framework_gets_through_its_conversation(server: Weftd, environment: Environment, framework: str) -> None:
-    """The model learns each answer by heart, to the very tokens that the framework's own prompt came to."""
+    """The model learns each answer by heart, for exactly the tokens of the framework's own prompt."""
     key = server.key(framework)
     with weft.ServiceClient(base_url=server.url, api_key=key) as service:
         run = service.create_lora_training_client("weft/tiny-moe", rank=16, seed=0)
@@ -171,12 +172,12 @@ def test_a_framework_gets_through_its_conversation(server: Weftd, environment: E
 
 @made(SANDBOXES)
 def test_the_providers_clients_take_what_our_adapters_send() -> None:
-    """Signatures and types as published; no account, so nothing of the providers themselves is tested."""
+    """The published signatures and types; without accounts, the providers themselves are not tested."""
     command = [str(SANDBOXES.python), str(Path(__file__).with_name("providers.py"))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     expected = {
-        "left": [1, 0, 2],  # of two: one open, two open, none
+        "left": [1, 0, 2],  # of a quota of two: with one sandbox open, with two, with none
         "read": "\x00four",
         "said": [3, "given", "no\n", None],
         "refused": ["cannot read nowhere", "cannot write slow"],

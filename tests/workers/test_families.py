@@ -1,5 +1,6 @@
-"""The contract of every family that is served: what transformers, peft and torch's autograd compute, on a tiny random
-model of each. tests/workers/model/test_decoder.py holds their logits, lora/test_linear.py that groups are strangers."""
+"""The contract of every family that is served: it computes what transformers, peft and torch's autograd compute, on a
+tiny random model of each. tests/workers/model/test_decoder.py compares logits; lora/test_linear.py tests that no group
+can change another's results."""
 
 from __future__ import annotations
 
@@ -28,16 +29,16 @@ from workers.model.families.table import FAMILIES as TABLE
 from workers.model.logprobs import target_logprobs
 from workers.model.lora.rows import LoraRows
 
-#: One of each family; "qwen3-tied" and its like differ in nothing that is held here.
+#: One model of each family; variants like "qwen3-tied" differ in nothing that is tested here.
 EACH = ["qwen2", "qwen2-yarn", "qwen3", "llama", "mistral", "moe", "mixtral", "olmoe", "glm4-moe", "gpt-oss"]
 EACH += ["deepseek", "deepseek-plain", "glm4-moe-lite", "bailing", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
 EACH += ["nemotron-h", "nemotron-h-latent"]
 CONTEXT = 256
 STEPS, RATE = 5, 3e-3
-#: Of gradients that are sums of numbers near 1.
+#: Gradients below this may be nothing but rounding in sums of numbers near 1.
 ROUNDING = 1e-7
-#: Of an adapter against peft's, whose B is not zero either; elsewhere 8. With 8, log-probabilities of this one are
-#: 1.2e-4 apart where the weights of the adapters are 1e-6 apart.
+#: Alpha of an adapter that is compared with peft's, with a B that is not zero either; 8 for other models. With 8, this
+#: one's log-probabilities are 1.2e-4 apart when the adapters' weights are 1e-6 apart.
 ALPHA = {"qwen3.5-moe": 1}
 
 
@@ -79,7 +80,7 @@ def generate(engine: TorchEngine, *requests: GenerateRequest) -> dict[str, Finis
 
 
 def test_greedy_tokens_are_those_of_transformers_with_and_without_the_prefix_cache(tiny: Tiny) -> None:
-    """And of a crowd: the tokens do not depend on who else is there, nor their log-probabilities, bit for bit."""
+    """Also in a crowd: tokens and the bits of their log-probabilities do not depend on other requests."""
     tokens, greedy = prompt(41, tiny.vocab), SamplingParams(temperature=0, max_tokens=100)
     cold = TorchEngine(tiny.decoder, (), slots=4, context=CONTEXT, prefix_bytes=0)
     alone = generate(cold, GenerateRequest("r", tokens, greedy))["r"]
@@ -98,7 +99,7 @@ def test_greedy_tokens_are_those_of_transformers_with_and_without_the_prefix_cac
 
 
 def test_prompt_and_sampled_logprobs_are_the_trainers_and_transformers(tiny: Tiny, tmp_path: Path) -> None:
-    """With an adapter on everything; the trainer's number is that of the merged model."""
+    """With an adapter on every module; the trainer's numbers are those of the merged model."""
     adapter = random_adapter(tiny.decoder, 3, seed=2)
     save_adapter(adapter, tmp_path / "a", base_model="tiny")
     request = GenerateRequest(
@@ -123,7 +124,7 @@ def test_prompt_and_sampled_logprobs_are_the_trainers_and_transformers(tiny: Tin
 
 
 def test_five_steps_on_everything_are_those_of_autograd_and_adamw(tiny: Tiny, tmp_path: Path) -> None:
-    """Through a LoRA written by hand, on all that can be trained."""
+    """The autograd goes through a LoRA written by hand on every module that can be trained."""
     bench = Bench(tiny.decoder, tmp_path / "blobs")
     bench.ok(bench.create("a", rank=3), bench.create("neighbour", rank=5))
     start = bench.run("a").adapter
@@ -142,7 +143,7 @@ def test_five_steps_on_everything_are_those_of_autograd_and_adamw(tiny: Tiny, tm
 
         _step(optimizer, data, output(done[op.op_id])[0], logits)
         assert flat.grad is not None
-        # What is only rounding moves by the whole rate, either way.
+        # A weight whose gradient is only rounding moves by the whole learning rate, up or down.
         sure &= (flat.grad == 0) | (flat.grad.abs() > ROUNDING)
     assert sure.float().mean() > 0.99
     torch.testing.assert_close(bench.run("a").adapter.flat[sure], flat.detach()[sure], atol=1e-4, rtol=0)
@@ -191,13 +192,13 @@ def test_an_adapter_of_pefts_is_imported_and_trained_as_peft_trains_it(tiny: Tin
 
 
 def modules(tiny: Tiny) -> list[str]:
-    """What stock peft can wrap: linears; experts that lie in one tensor are none."""
+    """The modules that stock peft can wrap: linears, so not the experts that lie in one tensor."""
     latent, mlp = tiny.decoder.config.latent, ["gate_proj", "up_proj", "down_proj"]
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     if tiny.decoder.config.delta is not None:
         attention += [*(f"in_proj_{name}" for name in tiny.decoder.config.delta.projections), "out_proj"]
     if tiny.decoder.config.mamba is not None:
-        attention += ["in_proj"]  # it refuses out_proj
+        attention += ["in_proj"]  # peft refuses out_proj
     if tiny.decoder.config.fused_qkv:
         attention = ["query_key_value", "dense"]
     if latent:
@@ -234,8 +235,8 @@ def test_an_export_loads_in_stock_peft_and_gives_our_logprobs(tiny: Tiny, tmp_pa
 
 @pytest.mark.parametrize("isolation", ["padded", "per-segment"])
 def test_a_run_has_the_same_bits_in_any_company(tiny: Tiny, isolation: str) -> None:
-    """Log-probabilities and gradients of one group alone, and between others of other ranks and targets; one of those
-    has what stock PEFT trains of a recurrence."""
+    """Log-probabilities and gradients of one group alone are those between groups of other ranks and targets, one of
+    which has the pair that stock PEFT trains in a recurrence."""
     adapters = [
         random_adapter(tiny.decoder, 3, 5),
         random_adapter(tiny.decoder, 6, 7, train_attn=False),

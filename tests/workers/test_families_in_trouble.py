@@ -1,4 +1,4 @@
-"""Every family when something goes wrong: a neighbour whose numbers are not finite, a trainer that is killed.
+"""Every family in trouble: beside a neighbour whose numbers are not finite, and with a trainer that is killed.
 
 `python -m pytest -m long tests/workers/test_families_in_trouble.py` kills a real trainer for each family by itself."""
 
@@ -25,7 +25,8 @@ from workers.model.adapters.adapter import Adapter, save_adapter
 from workers.model.base.weights import load_decoder
 from workers.model.decoder import Decoder
 
-#: One of each kind of what a layer keeps: keys and values, latents, a recurrence's states; and mixtures, with sinks.
+#: One model for each kind of state that a layer keeps (keys and values, latents, a recurrence's states), mixtures of
+#: experts and attention sinks among them.
 KINDS = ["llama", "deepseek", "qwen3.5-moe", "gpt-oss", "nemotron-h"]
 FAR = [math.nan, math.inf, 1e30]
 
@@ -41,8 +42,8 @@ def spoilt(adapter: Adapter, by: float) -> Adapter:
 
 
 @pytest.mark.parametrize("isolation", ["padded", "per-segment"])
-def test_what_is_not_finite_stays_with_its_run(decoder: Decoder, isolation: str) -> None:
-    """Before it and after it, in sequences of the same lengths, which attention takes together."""
+def test_numbers_that_are_not_finite_stay_with_their_run(decoder: Decoder, isolation: str) -> None:
+    """Neighbours before and after the run have sequences of the same lengths, which attention computes together."""
     decoder.isolation = isolation
     lengths, own = [19, 40, 19, 40], slice(19, 78)
     tokens, positions = packed(lengths, decoder.config.vocab_size)
@@ -58,19 +59,19 @@ def test_what_is_not_finite_stays_with_its_run(decoder: Decoder, isolation: str)
         assert torch.equal(grads[1], alone[1][0])
 
 
-def test_nor_does_it_reach_another_request(decoder: Decoder, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_stay_with_their_request(decoder: Decoder, tmp_path: Path) -> None:
     """With the kernels of packed weights."""
     decoder.pack()
     assert_requests_are_apart(decoder, tmp_path)
 
 
 @pytest.mark.parametrize("decoder", KINDS, indirect=True)
-def test_nor_where_weights_are_not_packed(decoder: Decoder, tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_stay_with_their_request_unpacked(decoder: Decoder, tmp_path: Path) -> None:
     assert_requests_are_apart(decoder, tmp_path)
 
 
 def assert_requests_are_apart(decoder: Decoder, tmp_path: Path) -> None:
-    """Beside it, and where its pages and states are used again."""
+    """Check requests beside the spoilt one, and requests that get its pages and states after it."""
     save_adapter(random_adapter(decoder, 3, 2), tmp_path / "good", base_model="tiny")
 
     def request(name: str, adapter: str, length: int, **params: Any) -> GenerateRequest:
@@ -99,7 +100,7 @@ def assert_requests_are_apart(decoder: Decoder, tmp_path: Path) -> None:
 
 
 def test_another_trainer_replays_a_run_to_the_same_bits(decoder: Decoder, tmp_path: Path) -> None:
-    """With a gradient open, and beside a run that begins only then."""
+    """With an accumulated gradient, and beside a run that begins only then."""
     bench = Bench(decoder, tmp_path / "blobs")
     done, left = (ops := operations(bench, "tiny", "lost"))[:4], ops[4:]
     bench.ok(*done)
@@ -116,8 +117,8 @@ def test_another_trainer_replays_a_run_to_the_same_bits(decoder: Decoder, tmp_pa
 
 @pytest.mark.parametrize("names", [KINDS, *(pytest.param([name], marks=pytest.mark.long) for name in EACH)], ids=str)
 def test_a_killed_trainer_is_replayed_to_the_same_bits(names: list[str], tmp_path: Path) -> None:
-    """A real process with a model of each kind of state, killed by SIGKILL in the middle of a pass, while all have an
-    open gradient; beside the replay in the next process, a run that nobody killed."""
+    """A real process, with a model for each kind of state, gets SIGKILL in the middle of a pass, while every run has an
+    accumulated gradient. The replay in the next process is compared with a run that was never killed."""
     folders = {name: tmp_path / name for name in names}
     for name, folder in folders.items():
         reference(name).save_pretrained(folder)
@@ -142,7 +143,7 @@ def test_a_killed_trainer_is_replayed_to_the_same_bits(names: list[str], tmp_pat
 
 
 def operations(bench: Bench, model: str, run: str) -> list[TrainOp]:
-    """Three batches with a step after each of the first two, and a save with the gradient that is open then."""
+    """Three batches with a step after each of the first two, and a save while the third's gradient is not yet used."""
     name = f"{model}-{run}"
     ops = [bench.create(name, rank=3, base_model=model, seed=7)]
     for batch in range(3):
@@ -151,7 +152,7 @@ def operations(bench: Bench, model: str, run: str) -> list[TrainOp]:
 
 
 def _answers(worker: Worker, model: str, ops: list[TrainOp], count: int) -> list[bytes]:
-    """Send them as one pass and read so many answers."""
+    """Send the operations as one pass and read so many answers."""
     while not isinstance(worker.recv(), PullPass):
         pass
     worker.send(Pass(1, model, ops))

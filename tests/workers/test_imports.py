@@ -1,4 +1,4 @@
-"""A worker brings nothing of the server with it: no database, no billing, no journal, no HTTP."""
+"""A worker imports nothing of the server: no database, no billing, no journal, no HTTP."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ print(json.dumps([state, sorted(sys.modules)]))
 
 @pytest.fixture(scope="module")
 def imported() -> tuple[list[object], list[str]]:
-    """Whether it can be forked, by all but the links to Redis; and the names of all."""
+    """What tells whether a process can be forked after these imports, without the links to Redis; and the names of all
+    modules imported, with the links."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", IMPORTS]
     out = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
@@ -46,18 +47,18 @@ def imported() -> tuple[list[object], list[str]]:
 
 
 def test_what_workers_import_of_ours_and_of_the_servers_libraries(imported: tuple[list[object], list[str]]) -> None:
-    """Both kinds, with their links to Redis: more than any of them has before its config."""
+    """For trainers and generators with their links to Redis: more than any worker imports before it has its config."""
     names = imported[1]
     rooms = {name for name in names if name.partition(".")[0] in ("api", "billing", "scheduler", "store", "weft")}
     of_store = ("store.blobs", "store.cgroups", "store.logs", "store.tracing")
     allowed = ("scheduler.links", *of_store, "weft.wire")
     assert {n for n in rooms if not n.startswith(allowed)} == {"scheduler", "store", "weft"}
-    assert not rooms & {"store.blobs.bucket", "store.blobs.objects", "store.blobs.owner"}  # where blobs lie in a folder
+    assert not rooms & {"store.blobs.bucket", "store.blobs.objects", "store.blobs.owner"}  # if blobs lie in a folder
     libraries = {name.partition(".")[0] for name in names}
     assert not libraries & {"sqlalchemy", "alembic", "psycopg", "fastapi", "starlette", "uvicorn", "celery", "stripe"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
 def test_what_workers_import_can_be_forked(imported: tuple[list[object], list[str]]) -> None:
-    """No device was asked for, since CUDA does not survive a fork, and no thread was started."""
+    """The imports have asked for no device, since CUDA does not survive a fork, and started no thread."""
     assert imported[0] == [[], False, 1]

@@ -1,4 +1,4 @@
-"""What a worker does before it knows its role's work."""
+"""What a worker does before its role's work begins."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scheduler.links.sockets import frame
 from workers import __main__ as program
 
 
-def test_one_of_another_version_than_its_server_leaves_by_a_status_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its files were replaced while the server ran."""
+def test_a_worker_of_another_version_than_its_server_exits_with_its_own_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens when the files are replaced while the server runs."""
     monkeypatch.setattr(program, "_rename", lambda name: None)
     server, worker = socket.socketpair()
     with server:

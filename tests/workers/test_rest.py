@@ -1,4 +1,4 @@
-"""What a worker keeps of a pass, and gives back when it has nothing to do."""
+"""The memory that a worker keeps after a pass, and gives back to the system when it has nothing to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workers.model.decoder import Decoder
 from workers.rest import REST_S, Rest
 from workers.trainer.process import StopFlag, serve
 
-#: Takes 96 MiB in blocks that lie below the last one, and frees them.
+#: A program that takes 96 MiB in blocks that lie below the last one, frees them, and prints what the system got back.
 PASS = """
 from pathlib import Path
 from workers.rest import give_back
@@ -48,13 +48,13 @@ def test_memory_of_a_pass_goes_back_to_the_system() -> None:
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One for each time that memory was given back."""
+    """One entry for each time that memory was given back."""
     found: list[None] = []
     monkeypatch.setattr(rest, "give_back", lambda: found.append(None))
     return found
 
 
-def test_it_is_given_back_once_and_not_between_the_steps_of_a_loop(given: list[None]) -> None:
+def test_memory_is_given_back_once_and_not_between_the_steps_of_a_loop(given: list[None]) -> None:
     now = [0.0]
     resting = Rest(lambda: now[0])
 
@@ -76,7 +76,7 @@ def test_it_is_given_back_once_and_not_between_the_steps_of_a_loop(given: list[N
 
 @dataclass
 class Scripted:
-    """A link that has nothing, or the next message; and a trainer that does nothing with it."""
+    """A link that has the next message or none, and a trainer that does nothing with it."""
 
     script: list[Any]
     models: Mapping[str, Decoder] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Scripted:
     def drain(self, send: Any) -> None: ...
 
 
-def test_trainers_and_generators_that_wait_give_it_back(
+def test_trainers_and_generators_that_wait_give_memory_back(
     given: list[None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(rest, "REST_S", 0.0)

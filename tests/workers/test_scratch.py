@@ -1,4 +1,4 @@
-"""Temporary folders of workers, of which some are killed."""
+"""Temporary folders of workers that may be killed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ with scratch("paged") as folder:
 """
 
 
-def test_what_a_killed_worker_has_left_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that a tenant's loss had killed left its runs on the disk, until there was no room on it."""
+def test_the_next_worker_removes_the_folder_of_a_killed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every worker killed by a tenant's loss would leave its runs on the disk, until the disk is full."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     (tmp_path / "weft.paged-file").write_text("not ours")

@@ -37,7 +37,7 @@ class Attention(nn.Module):
         return self.dense((weights @ v).transpose(1, 2).flatten(2))
 
     def turn(self, x: Tensor) -> Tensor:
-        """The first part of each head, its first half with its second."""
+        """Apply RoPE to the first part of each head; it pairs the first half of that part with the second."""
         half = self.turned // 2
         speed = 1.0 / self.theta ** (torch.arange(half) * 2 / self.turned)
         angle = torch.arange(x.shape[2])[:, None] * speed
@@ -63,7 +63,7 @@ class Gate(nn.Module):
         self.expert_bias = nn.Buffer(torch.zeros(c.num_experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """How much each expert counts for each token [T, E]; 0 for those that are not chosen."""
+        """The weight of each expert for each token [T, E]; 0 for experts that are not chosen."""
         c, scores = self.c, torch.sigmoid(x @ self.weight.T)
         ranked = scores + self.expert_bias
         groups = ranked.view(len(x), c.n_group, -1)

@@ -1,9 +1,9 @@
-"""`python -m tests.workers.model.compiling GPU DTYPE RANK...`: what becomes of each kernel that training passes and a
-decode step launch, compiled for that GPU (90: Hopper, 80: Ampere) as Triton would at the launch: what it is, bytes of
-shared memory, and bytes of a thread's stack, as JSON.
+"""`python -m tests.workers.model.compiling GPU DTYPE RANK...` compiles each kernel that training passes and a decode
+step launch for that GPU (90: Hopper, 80: Ampere), as Triton would at the launch. It prints each kernel's name, bytes
+of shared memory and bytes of a thread's stack, as JSON.
 
-The passes compute on the CPU with the code of a device, and kernels are compiled instead of run: what they would have
-written stays as it was. The widths are Qwen3-30B-A3B's.
+The passes run the device's code on the CPU, and kernels are compiled instead of run: what they would have written
+stays as it was. The widths are Qwen3-30B-A3B's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LENGTH = 8
 
 
 class Absent(NamedTuple):
-    """The driver of a GPU that is not here."""
+    """The driver of a GPU that this machine does not have."""
 
     target: GPUTarget
 
@@ -59,7 +59,7 @@ class Absent(NamedTuple):
 
 
 class Compiled:
-    """Takes the place of launches: compiles each form of a kernel once, and one of those that differ in lengths."""
+    """Replaces launches: compiles each form of a kernel once, and only one of those that differ just in lengths."""
 
     def __init__(self) -> None:
         self.forms: dict[Any, Any] = {}
@@ -88,7 +88,7 @@ def decoder_of(dtype: torch.dtype) -> Decoder:
 
 
 def train(decoder: Decoder, ranks: list[int]) -> None:
-    """Forward and backward of a sequence of each rank, and of one without an adapter."""
+    """Forward and backward of one sequence for each rank, and one without an adapter."""
     adapters = [*adapted(ranks), None]
     grads = [of and Adapter(of.shape, torch.zeros_like(of.flat), 1.0) for of in adapters]
     count = len(adapters)
@@ -99,7 +99,7 @@ def train(decoder: Decoder, ranks: list[int]) -> None:
 
 
 def decode(decoder: Decoder, ranks: list[int]) -> None:
-    """One token of each adapter, and what a captured graph has for experts."""
+    """One token of each adapter, and the products of experts in a captured graph."""
     adapters = adapted(ranks)
     rows, table = rewritable(forms(adapters), len(adapters), CPU)
     table.rewrite(LoraRows(range(len(adapters) + 1), adapters))

@@ -1,4 +1,4 @@
-"""Where the CUDA code is tested: on the device when there is one, else on the CPU in Triton's interpreter."""
+"""Where the CUDA code is tested: on the device if there is one, otherwise on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIG = DecoderConfig(
     experts_per_token=2,
     moe_intermediate_size=24,
 )
-#: What gpt-oss has, and what GLM-4.5 has.
+#: Configs with the features of gpt-oss, and with those of GLM-4.5.
 SINKS = replace(
     CONFIG, num_layers=2, sinks=True, window=20, window_layers=(1,), qk_norm="", qkv_bias=True, o_bias=True,
     expert_bias=True, gate=GateConfig(1.0, 1.702), router=RouterConfig("chosen", bias=True),
@@ -61,7 +61,7 @@ DENSE = DecoderConfig(**{**CONFIG.__dict__, "architecture": "Qwen3ForCausalLM", 
 
 
 def random_decoder(config: DecoderConfig, device: torch.device = HOST, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The same weights on every device."""
+    """A decoder of random weights, which are the same on every device."""
     decoder, generator = Decoder(config, dtype, device), torch.Generator().manual_seed(7)
     for weight in decoder.parameters():
         std = 1.0 if weight.ndim == 1 else 1.5 / weight.shape[-1] ** 0.5
@@ -70,7 +70,7 @@ def random_decoder(config: DecoderConfig, device: torch.device = HOST, dtype: to
 
 
 def adapter(config: DecoderConfig, rank: int, seed: int, **targets: bool) -> Adapter:
-    """An adapter none of whose factors is zero."""
+    """An adapter without a factor of zeros."""
     made = Adapter.init(AdapterShape(config, rank, **targets), seed, scale=0.5 + seed, device=DEVICE)
     generator = torch.Generator().manual_seed(seed)
     for slot in made.shape.slots.values():
@@ -80,14 +80,14 @@ def adapter(config: DecoderConfig, rank: int, seed: int, **targets: bool) -> Ada
 
 
 def gradient(of: Adapter, seed: int) -> Adapter:
-    """An arena that already holds something, as that of a second microbatch does."""
+    """An arena that already holds a gradient, as it does for a second microbatch."""
     generator = torch.Generator().manual_seed(100 + seed)
     return Adapter(of.shape, torch.randn(of.flat.shape, generator=generator).to(DEVICE), of.scale)
 
 
 def twice(rows: LoraRows) -> tuple[LoraRows, LoraRows]:
-    """The same rows, with gradient arenas of their own each: on the device, and in the host's memory, where no kernel
-    of the device computes. Groups that share an arena still do."""
+    """The same rows twice, each with its own gradient arenas: on the device, and in the host's memory, where no kernel
+    of the device computes. Groups that share an arena still share one."""
 
     def moved(device: torch.device) -> LoraRows:
         made: dict[int, Adapter] = {}
@@ -105,7 +105,7 @@ def twice(rows: LoraRows) -> tuple[LoraRows, LoraRows]:
 
 
 def assert_same_grads(found: Sequence[Adapter | None], wanted: Sequence[Adapter | None], tolerance: float) -> None:
-    """Name by name, relative to the largest entry; `wanted` were computed in the host's memory."""
+    """Compare name by name, relative to the largest entry; `wanted` were computed in the host's memory."""
     for group, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours is None or theirs is None:
             assert ours is theirs
@@ -118,8 +118,8 @@ def assert_same_grads(found: Sequence[Adapter | None], wanted: Sequence[Adapter 
 
 
 def mixed_rows(config: DecoderConfig, sizes: Sequence[int] = (3, 0, 40, 7, 18, 1)) -> LoraRows:
-    """Ragged groups: mixed ranks beyond one block, an empty group, a base-only one, one that is not trained, and two
-    that share an adapter and its arena."""
+    """Groups of uneven length: mixed ranks, also beyond one block, an empty group, one without an adapter, one that is
+    not trained, and two that share an adapter and its arena."""
     ranks = [4, 8, 20, None, 4, 1]
     adapters = [adapter(config, rank, seed) if rank else None for seed, rank in enumerate(ranks)]
     grads = [gradient(of, seed) if of else None for seed, of in enumerate(adapters)]

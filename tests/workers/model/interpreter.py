@@ -1,5 +1,6 @@
-"""Triton's interpreter, in which the CUDA code is tested on a CPU: ready for all of the language, with products of
-bfloat16 as a device has them, and without what it does for nothing or for every operation anew, half of its time."""
+"""Triton's interpreter, in which the CUDA code is tested on a CPU, with three changes: it runs the whole language,
+products of bfloat16 are a device's, and work that it does in vain or again for every operation, half of its time, is
+left out."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from triton.runtime.jit import JITFunction
 
 
 def interpret_library() -> None:
-    """Make what Triton's language has in its own language (sum, max, ...) ready for the interpreter: whoever imported
-    Triton before the variable was set, transformers for one, got it ready for the compiler."""
+    """Make those functions of Triton's language that are written in it (sum, max, ...) ready for the interpreter. If
+    Triton was imported before the variable was set, for instance by transformers, they are ready for the compiler."""
     for name, function in list(vars(tl.standard).items()):
         if isinstance(function, JITFunction):
             interpreted = InterpretedFunction(function.fn)
@@ -27,8 +28,8 @@ def interpret_library() -> None:
 
 
 def multiply_bfloat16() -> None:
-    """Products of bfloat16 as a device makes them, exactly and summed in float32: the interpreter keeps these numbers
-    as integers and multiplies those."""
+    """Make products of bfloat16 as a device does, exactly and summed in float32: the interpreter keeps these numbers
+    as integers, and would multiply the integers."""
     plain = interpreter.InterpreterBuilder.create_dot
 
     def widened(handle: Any) -> Any:
@@ -44,15 +45,15 @@ def multiply_bfloat16() -> None:
 
 
 def skip_overflows() -> None:
-    """Whether integers overflow is computed for each sum and product, and looked at in debugging alone."""
+    """Leave out the check of every sum and product of integers for overflow: only debugging reads its result."""
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
         builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def patch_once() -> None:
-    """A launch makes the language the interpreter's while it lasts. So does each call of a function from a kernel, for
-    all that its module sees of the language, and leaves it so: the first call is enough."""
+    """Patch the language for a function that a kernel calls on its first call only. A launch patches it while it lasts;
+    such a call does so for all that the function's module sees of the language, and never takes it back."""
     patched = set[str]()
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -68,7 +69,7 @@ def patch_once() -> None:
 
 
 def keep_dtypes() -> None:
-    """NumPy's type of each of Triton's, found once."""
+    """Find NumPy's type for each of Triton's once."""
     plain, found = interpreter._get_np_dtype, dict[str, Any]()
 
     def get_np_dtype(dtype: Any) -> Any:
@@ -81,7 +82,7 @@ def keep_dtypes() -> None:
 
 
 def keep_shapes() -> None:
-    """A shape is checked once, and is one object in all types that have it: two are soon found to be the same."""
+    """Check each shape once, and keep one object for it in all types that have it: comparing two of them is quick."""
     make_type, broadcast, known = tl.block_type.__init__, TritonSemantic.broadcast_impl_value, dict[Any, Any]()
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -109,7 +110,7 @@ def keep_shapes() -> None:
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
 
-#: Operators of the language that are NumPy's where nothing is to be promoted but to the wider of two integers.
+#: Operators of the language that are NumPy's unless operands are promoted otherwise than to the wider of two integers.
 ARITHMETIC: dict[str, Any] = {
     "__add__": np.add, "__radd__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__rmul__": np.multiply,
 }  # fmt: skip
@@ -123,8 +124,8 @@ LOGIC: dict[str, Any] = {"__and__": np.bitwise_and, "__or__": np.bitwise_or}
 
 
 def go_straight() -> None:
-    """What operators give for these types of both sides, NumPy says at once, and it broadcasts as the language does.
-    Everything else goes the long way."""
+    """Let NumPy compute operators directly if both sides have these types: it broadcasts as the language does.
+    Everything else takes the long way."""
     tensor, semantic, blocks = tl.tensor, interpreter.interpreter_semantic, dict[Any, Any]()
 
     def made(data: Any, dtype: Any, block: bool) -> Any:
@@ -166,7 +167,7 @@ def go_straight() -> None:
 
 
 def point_straight() -> None:
-    """A pointer and an offset are a pointer."""
+    """Add an offset to a pointer directly; the sum is a pointer."""
     tensor, plain, widths = tl.tensor, tl.tensor.__add__, {id(tl.int32), id(tl.int64)}
 
     def add(self: Any, other: Any) -> Any:
@@ -182,7 +183,7 @@ def point_straight() -> None:
 
 
 def look_once() -> None:
-    """What a launch makes the interpreter's of the language is looked for once."""
+    """Look only once for the parts of the language that a launch patches."""
     places = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
     found = {place: [each for each in getmembers(place) if tl.core.is_builtin(each[1])] for place in places}
 
@@ -194,7 +195,7 @@ def look_once() -> None:
 
 
 def work_once() -> None:
-    """Kernels compute the same, bit for bit."""
+    """Apply all of this. Kernels compute the same, bit for bit."""
     go_straight()
     look_once()
     skip_overflows()

@@ -66,7 +66,7 @@ LLAMA3_ROPE = {
 }
 ROPE: dict[str, Any] = {"rope_theta": 10000.0}
 YARN = {**ROPE, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
-#: With as many experts as fill a vector, so that a sigmoid over them rounds the same anywhere.
+#: As many experts as fill a vector, so that a sigmoid over them rounds the same on any processor.
 GROUPS: dict[str, Any] = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
@@ -86,7 +86,7 @@ HYBRID: dict[str, Any] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 24,
 }
-#: Of widths that differ everywhere, and values wider than keys once.
+#: Every width differs from the others, and values are once wider than keys.
 LATENT: dict[str, Any] = {
     **GROUPS,
     "num_key_value_heads": 4,
@@ -197,7 +197,8 @@ FAMILIES |= {
 }
 
 
-#: One layer of each kind and one more of Mamba-2; widths that differ everywhere. Steps have no floor (parts/mamba2.py).
+#: One layer of each kind and one more of Mamba-2; every width differs from the others. Steps have no floor
+#: (parts/mamba2.py).
 NEMOTRON: dict[str, Any] = {
     "hybrid_override_pattern": "ME*-M",
     "num_hidden_layers": 5,
@@ -256,7 +257,7 @@ def reference(family: str, seed: int = 0, **overrides: Any) -> Any:
 
 
 def ours(model: Any, folder: Path) -> Decoder:
-    """The same weights, through a saved folder."""
+    """Our decoder of the same weights, saved to a folder and loaded."""
     model.save_pretrained(folder)
     return load_decoder(folder)
 

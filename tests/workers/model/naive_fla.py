@@ -1,5 +1,5 @@
-"""What kernels of fla-core are documented to compute, token by token: fla/ops/gated_delta_rule/naive.py and
-fla/ops/simple_gla/naive.py (0.6.0), over packed sequences; and a check of what they are given."""
+"""The documented formulas of fla-core's kernels, token by token over packed sequences (0.6.0:
+fla/ops/gated_delta_rule/naive.py and fla/ops/simple_gla/naive.py); and checks of the kernels' inputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workers.model.gpu.fla import Kernels
 
-#: Lengths of a chunk that were asked for.
+#: The lengths of chunks that callers asked for.
 CHUNKS: set[int] = set()
 
 
@@ -30,7 +30,7 @@ def convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, initial_state: Tensor | None = None,
     output_final_state: bool = False, activation: str | None = None, cu_seqlens: Tensor, cu_seqlens_cpu: Tensor,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """x [1, T, D], weight [D, W], states [N, D, W]: the last W inputs, of which the oldest is not needed."""
+    """x [1, T, D], weight [D, W]; states [N, D, W] hold the last W inputs, of which the oldest is not needed."""
     (one, tokens, width), taps = x.shape, weight.shape[1]
     assert (one, activation, weight.shape[0], x.dtype) == (1, "silu", width, torch.float32)
     bounds = _bounds(cu_seqlens, cu_seqlens_cpu, tokens)

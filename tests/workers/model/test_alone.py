@@ -1,5 +1,5 @@
-"""What every kernel owes a row: the same bits alone as in any crowd, at any place in it, whatever the sizes.
-test_widths.py runs it as other processors would."""
+"""Every kernel gives a row the same bits alone and in any crowd, at any place in it, whatever the sizes.
+test_widths.py runs these tests as on other processors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workers.model.native import gate, gemm, joined
 from workers.model.native.build import library
 from workers.model.parts.one_token import Tokens, one_token
 
-#: Of the crowd: more than the rows that any kernel takes at a time, and no multiple of them.
+#: Rows of the crowd: more than any kernel takes at a time, and no multiple of that.
 ROWS = 203
 WIDTHS = (1, 7, 16, 17, 31, 33, 40, 63, 64, 65, 72, 100, 129, 150)
 RUNS = [(0, 1), (5, 1), (202, 1), (3, 2), (7, 3), (1, 5), (11, 6), (30, 7), (50, 16), (60, 25), (100, 64), (100, 103)]
@@ -39,7 +39,7 @@ def numbers(*shape: int, seed: int = 1) -> Tensor:
 
 
 def same_alone(of: Callable[..., Tensor], *rows: Tensor, runs: Sequence[tuple[int, int]] = RUNS) -> None:
-    """`of` of all rows, and of each run of them by itself."""
+    """Check that `of` gives all rows together the bits that it gives each run of them by itself."""
     crowd = of(*rows)
     assert crowd.isfinite().all()
     for start, count in runs:
@@ -48,7 +48,7 @@ def same_alone(of: Callable[..., Tensor], *rows: Tensor, runs: Sequence[tuple[in
 
 
 def sizes(seed: int) -> tuple[int, int, int]:
-    """Two widths, and threads."""
+    """Two widths and a number of threads."""
     chosen = random.Random(seed)
     return chosen.choice(WIDTHS), chosen.choice((*WIDTHS, 300)), chosen.choice((1, 1, 2, 3))
 
@@ -89,7 +89,7 @@ def test_what_an_mlp_computes(seed: int, config: GateConfig, native: bool, monke
 def test_a_thread_s_share_may_end_within_a_row(
     config: GateConfig, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Enough rows that a library parts them among five threads."""
+    """With enough rows that a library divides them among five threads."""
     if not native:
         monkeypatch.setattr(gate, "library", lambda: None)
     torch.set_num_threads(5)
@@ -131,7 +131,7 @@ def test_a_step_of_a_recurrence(seed: int) -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (4, 2, 32), (6, 2, 48), (7, 1, 80), (5, 1, 16)])
 @pytest.mark.parametrize("window", [0, 40])
 def test_attention_of_a_step(heads: int, kv_heads: int, dim: int, window: int) -> None:
-    """Rows of other lengths beside it, and each sequence's pages where they are."""
+    """With rows of other lengths beside it, and each sequence's pages anywhere in the cache."""
     lengths = [1, 31, 32, 33, 70, 100, 129]
     pages = 1 + max(lengths) // PAGE_TOKENS
     table = np.arange(len(lengths) * pages, dtype=np.int32).reshape(len(lengths), pages)

@@ -1,4 +1,4 @@
-"""What a model folder is read as, and what is refused by name."""
+"""What is read from a model folder, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LLAMA3_ROPE = {
 
 
 def dense(architecture: str) -> dict[str, Any]:
-    """A config without what only mixtures have."""
+    """A config without the fields that only mixtures have."""
     of_mixtures = {
         "num_experts",
         "num_experts_per_tok",
@@ -61,7 +61,7 @@ def dense(architecture: str) -> dict[str, Any]:
 
 
 def folder(path: Path, config: dict[str, Any], without: str = "") -> Path:
-    """A model folder whose weights and tokenizer are empty files, less the one named."""
+    """A model folder whose weights and tokenizer are empty files, without the one named."""
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     for name in ("model.safetensors", "tokenizer.json"):

@@ -35,7 +35,7 @@ def test_packed_logits_equal_transformers(family: str, tmp_path: Path) -> None:
             torch.testing.assert_close(got, model(sequence[None]).logits[0], atol=2e-5, rtol=1e-5)
 
 
-def test_of_a_checkpoint_that_sees_the_text_model_is_served(tmp_path: Path) -> None:
+def test_the_text_model_of_a_checkpoint_with_vision_is_served(tmp_path: Path) -> None:
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
     text = {
         **SIZES,
@@ -56,8 +56,8 @@ def test_of_a_checkpoint_that_sees_the_text_model_is_served(tmp_path: Path) -> N
         torch.testing.assert_close(got, model(tokens[None]).logits[0], atol=2e-5, rtol=1e-5)
 
 
-def test_of_kimis_checkpoint_that_sees_the_text_model_is_served(tmp_path: Path) -> None:
-    """With the names that Kimi-K2.5 has as published, which transformers reads, too (what it writes it cannot read)."""
+def test_the_text_model_of_kimis_checkpoint_with_vision_is_served(tmp_path: Path) -> None:
+    """With the names of the published Kimi-K2.5. transformers reads them too, but not what it writes itself."""
     plain = reference("deepseek")
     ours(plain, tmp_path / "plain")
     tensors = load_file(tmp_path / "plain" / "model.safetensors")
@@ -70,7 +70,7 @@ def test_of_kimis_checkpoint_that_sees_the_text_model_is_served(tmp_path: Path) 
     save_file({f"language_model.{name}": x for name, x in tensors.items()}, tmp_path / "model.safetensors")
     decoder = load_decoder(tmp_path)
     model = Kimi_K25ForConditionalGeneration.from_pretrained(tmp_path).eval()
-    tokens, positions = packed([40], 90)  # none of an image
+    tokens, positions = packed([40], 90)  # no token of an image
     with torch.no_grad():
         got = decoder.logits(decoder(tokens, positions, PackedAttend([40])))
         torch.testing.assert_close(got, model(tokens[None]).logits[0], atol=2e-5, rtol=1e-5)

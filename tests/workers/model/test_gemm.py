@@ -1,4 +1,4 @@
-"""Products with weights packed once or in the call: torch's numbers, and bits that no neighbour can change."""
+"""Products with weights packed once or in each call: torch's numbers, and bits that no neighbour can change."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def test_rows_that_are_not_side_by_side_and_a_place_for_the_result() -> None:
     out = torch.full((64, 30), 7.0)
     base_mm(x, weight, out=out[:, :20])
     torch.testing.assert_close(out[:, :20], x @ weight.t())
-    assert (out[:, 20:] == 7.0).all()  # nothing is written beyond
+    assert (out[:, 20:] == 7.0).all()  # nothing is written outside the place
 
 
-def test_not_a_number_stays_in_its_row() -> None:
+def test_a_nan_stays_in_its_row() -> None:
     x, weight = rows_of(12, 64), weight_of(100, 64)
     clean = base_mm(x, weight)
     x[5, 3] = torch.nan
@@ -106,7 +106,7 @@ def plain(*shape: int) -> Tensor:
     ("out", "inner"), [(1, 1), (16, 7), (63, 33), (64, 64), (65, 256), (200, 31), (130, 511), (70, 512), (33, 1100)]
 )
 @pytest.mark.parametrize("rows", [0, 1, 6, 13, 64])
-def test_weights_as_they_are_both_ways(rows: int, out: int, inner: int) -> None:
+def test_weights_packed_in_each_call_in_both_directions(rows: int, out: int, inner: int) -> None:
     x, weight = rows_of(rows, inner), plain(out, inner)
     there = base_mm(x, weight)
     torch.testing.assert_close(there.double(), x.double() @ weight.double().t(), rtol=1e-4, atol=1e-4)
@@ -117,7 +117,7 @@ def test_weights_as_they_are_both_ways(rows: int, out: int, inner: int) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_weights_as_they_are_give_a_row_the_same_bits_in_any_batch(threads: int, transposed: bool) -> None:
+def test_weights_packed_in_each_call_give_a_row_the_same_bits_in_any_batch(threads: int, transposed: bool) -> None:
     x, weight = rows_of(200, 600), plain(600, 150) if transposed else plain(150, 600)
     before, whole = torch.get_num_threads(), base_mm(x, weight, transposed=transposed)
     try:
@@ -130,7 +130,7 @@ def test_weights_as_they_are_give_a_row_the_same_bits_in_any_batch(threads: int,
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_each_expert_as_it_is_has_its_own_rows(transposed: bool) -> None:
+def test_each_expert_packed_in_each_call_has_its_own_rows(transposed: bool) -> None:
     x, weight = rows_of(40, 48), plain(5, 48, 70) if transposed else plain(5, 70, 48)
     counts = [3, 0, 17, 20, 0]
     found = per_expert(x, weight, torch.tensor(counts).cumsum(0).to(torch.int32), transposed=transposed)
@@ -138,7 +138,7 @@ def test_each_expert_as_it_is_has_its_own_rows(transposed: bool) -> None:
         torch.testing.assert_close(part, own @ (weight[expert] if transposed else weight[expert].t()))
 
 
-def test_a_weight_that_is_part_of_another_lies_where_it_is() -> None:
+def test_a_weight_that_is_a_part_of_another_is_read_in_place() -> None:
     x, weight = rows_of(9, 40), plain(50, 100)[3:23, 17:57]
     torch.testing.assert_close(base_mm(x, weight), x @ weight.t())
     torch.testing.assert_close(base_mm(x[:, :20], weight, transposed=True), x[:, :20] @ weight)

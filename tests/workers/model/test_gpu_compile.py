@@ -1,6 +1,6 @@
-"""Every kernel that training and decode steps launch compiles for the GPUs we mean, fits there, and keeps in registers
-what it computes with: Triton and its assembler need no GPU for that. In a process of its own: the interpreter of the
-other tests excludes it."""
+"""Every kernel that training and decode steps launch compiles for the GPUs we support, fits there, and keeps its values
+in registers. Triton and its assembler need no GPU for that, but a process of their own: in this one Triton may be the
+interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 #: Hopper (H100, H200) and Ampere (A100): bytes of shared memory that one block may have.
 SHARED_BYTES = {90: 227 << 10, 80: 163 << 10}
-#: Bytes of a thread's stack that are no loss: a few, by the version of Triton. Spilled sums are hundreds.
+#: Bytes of a thread's stack that cost nothing: versions of Triton differ by a few. Spilled sums take hundreds.
 STACK_BYTES = 32
 
 KERNELS = {

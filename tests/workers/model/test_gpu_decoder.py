@@ -1,4 +1,4 @@
-"""The whole decoder through the CUDA code against the CPU code: on the CPU its linears and experts are put in place."""
+"""The whole decoder by the CUDA code against the CPU code. On the CPU its linears and experts replace the CPU's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = 1e-4 if DEVICE.type == "cpu" else 5e-3
 
 
 def run(decoder: Decoder, rows: LoraRows) -> Tensor:
-    """Logprobs of every token, whose weighted sum is differentiated."""
+    """Logprobs of every token; their weighted sum is differentiated."""
     device = decoder.device
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, CONFIG.vocab_size, (sum(LENGTHS),), generator=generator)

@@ -1,5 +1,5 @@
-"""Recurrences by kernels of fla-core: what they are given and what becomes of what they give, with its documented
-formulas in their place; the kernels themselves in Triton's interpreter, or on a device, where they are installed."""
+"""Recurrences by kernels of fla-core: their inputs and the use of their results, tested with its documented formulas in
+place of the kernels. If they are installed, the kernels themselves run in Triton's interpreter or on a device."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def test_on_a_cpu_nothing_is_asked_for(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of each kernel's configurations is taken: to compile and time all of them takes minutes, and the
-    interpreter, which runs them on a CPU, cannot. There, what a kernel counts with is a number of Triton's."""
+    """The kernels, each with the first of its configurations: compiling and timing all of them takes minutes, and the
+    interpreter cannot do it. In the interpreter a kernel's loops count with numbers of Triton's type."""
     if fla.kernels() is None:
         pytest.skip("fla-core is not installed (pip install 'weft-tuning-server[gpu]')")
     from triton.runtime.autotuner import Autotuner
@@ -206,7 +206,7 @@ def trains() -> bool:
 
 
 def computed(rule: str, given: dict[str, Tensor], lengths: list[int], chunk: int, gradients: bool) -> list[Tensor]:
-    """Out, ends and gradients, by the kernels that `fla.kernels` names, on the device of what is given."""
+    """Output, last states and gradients by the kernels that `fla.kernels` names, on the device of the inputs."""
     at = {name: t.clone().requires_grad_(name != "starts") for name, t in given.items()}
     packs, starts = Packed(lengths, chunk=chunk, ends=True), list(at.pop("starts"))
     if rule == "delta_rule":
@@ -275,7 +275,7 @@ def test_steps_of_fla_are_the_formula(delta: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("installed")
 def test_the_convolution_of_fla_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of columns of a wider tensor, as a layer has them; of sequences shorter than it, too."""
+    """The inputs are columns of a wider tensor, as in a layer; some sequences are shorter than the convolution."""
     lengths, generator = [2, 70, 1], torch.Generator().manual_seed(1)
     wide = torch.randn(sum(lengths), 24, generator=generator)
     weight, bias = torch.randn(12, 4, generator=generator), torch.randn(12, generator=generator)

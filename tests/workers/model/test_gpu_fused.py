@@ -1,4 +1,4 @@
-"""What a device computes in one pass between products, against the same in torch's own operations."""
+"""What a device computes between products in one kernel, against torch's own operations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 @pytest.mark.parametrize("normed", [True, False])
 def test_heads_are_normed_and_turned(dtype: torch.dtype, partial: float, normed: bool) -> None:
-    """More than a block has, of a width that is no power of two."""
+    """More rows than a block has, of a width that is no power of two."""
     h, k, dim, tokens = 11, 3, 24, 5
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(tokens, (h + 2 * k) * dim, generator=generator)
@@ -130,8 +130,8 @@ def test_what_experts_give_is_put_together(dtype: torch.dtype, wide: int) -> Non
 def test_logprobs_over_more_than_a_block_has(
     dtype: torch.dtype, temperature: bool, adapted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A vocabulary of several splits whose last block is not full, rows with several targets, the first and the last of
-    the vocabulary and one twice among them, adapters of three classes of ranks, one that has nothing here, and none."""
+    """The vocabulary has several splits, the last block not full. Rows have several targets, among them its first and
+    last token, and one twice. Adapters have three rank classes, one has no unembedding; some rows have none."""
     config = replace(CONFIG, vocab_size=601)
     mixed = mixed_rows(config)
     elsewhere = adapter(config, 8, 6, train_unembed=False)
@@ -144,7 +144,7 @@ def test_logprobs_over_more_than_a_block_has(
     targets = torch.randint(0, config.vocab_size, (rows, 3), generator=generator)
     targets[:, 1] = torch.tensor([0, 600, 127, 128, 512])[torch.arange(rows) % 5]
     targets[::7, 2] = targets[::7, 0]
-    chosen = torch.arange(3 * rows) % 4 != 3  # of some rows two, of some three
+    chosen = torch.arange(3 * rows) % 4 != 3  # two of some rows, three of others
     every = torch.arange(rows).repeat_interleave(3)[chosen]
     divisor = torch.rand(rows, generator=generator) + 0.5 if temperature else None
     dlogprobs = torch.randn(len(every), generator=generator)
@@ -168,7 +168,7 @@ def test_logprobs_over_more_than_a_block_has(
     monkeypatch.setattr(lora_products, "on_device", lambda weight: True)
     monkeypatch.setattr(softmax, "SPLIT", 256)
     bits, recomputed = [], twice(on_device)[0]
-    for room, of in ((64, recomputed), (1 << 40, on_device)):  # of the first cut, and of all
+    for room, of in ((64, recomputed), (1 << 40, on_device)):  # logits are kept of the first chunk only, and of all
         monkeypatch.setattr(logprobs._Head, "room", lambda head, room=room: room)
         found = run(DEVICE, of)
         bits.append([*found, *(grad.flat.cpu() for grad in of.grads if grad is not None)])

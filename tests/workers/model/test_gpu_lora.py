@@ -1,5 +1,5 @@
-"""The CUDA path of linears and experts against the CPU path, kernel by kernel through autograd. On a GPU, too, the
-reference is computed in the host's memory by the CPU's code: never by the kernels that are tested."""
+"""The CUDA path of linears and experts against the CPU path, kernel by kernel through autograd. Also on a GPU the
+reference is computed in the host's memory by the CPU's code, never by the kernels that are tested."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ QKV = Site(
 DOWN = Site("layers.0.mlp.down_A", ("layers.0.mlp.down_B",), (DENSE.hidden_size,))
 NAMES = Names.at("layers.0.mlp.", GateConfig())
 
-#: The base is rounded alike in both, so only sums of float32 differ; on CUDA they are in TF32, and a base in bfloat16
-#: rounds what they come to.
+#: The base is rounded alike in both, so only sums in float32 differ. On CUDA sums are in TF32, and a base in bfloat16
+#: rounds their results.
 TOLERANCE = 1e-5 if DEVICE == HOST else 2e-3
 ROUNDED = TOLERANCE if DEVICE == HOST else 2e-2
 TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: ROUNDED}
@@ -50,8 +50,8 @@ TOLERANCES = {torch.float32: TOLERANCE, torch.bfloat16: ROUNDED}
 
 @dataclass(frozen=True)
 class Side:
-    """Where something is computed: `OURS` with the adapters' products in Triton, on a device or in the interpreter;
-    `THEIRS` with the CPU's."""
+    """The place of a computation: `OURS` has the adapters' products in Triton, on a device or in the interpreter;
+    `THEIRS` those of the CPU."""
 
     device: torch.device
     triton: bool
@@ -88,7 +88,7 @@ def through(side: Side, site: Site, rows: LoraRows, dtype: torch.dtype = torch.f
 
 
 def test_the_reference_is_computed_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On whatever machine: otherwise kernels would be compared with themselves."""
+    """On any machine: otherwise kernels would be compared with themselves."""
 
     def refuse(*args: Any) -> Any:
         raise AssertionError("the reference went through the kernels")
@@ -115,7 +115,7 @@ def test_linear_is_that_of_the_cpu(site: Site, dtype: torch.dtype) -> None:
 
 
 def test_an_input_in_16_bits_gets_its_gradient_in_them() -> None:
-    """As what attention gives; against the same numbers in float32."""
+    """Attention's output is such an input. Compared with the same numbers in float32."""
     ours, theirs = twice(mixed_rows(DENSE))
     weight = (0.2 * THEIRS.random(DENSE.hidden_size, DENSE.intermediate_size, seed=1)).to(torch.bfloat16)
     x, dy = (THEIRS.random(len(ours), wide, seed=2) for wide in (DENSE.intermediate_size, DENSE.hidden_size))
@@ -172,8 +172,8 @@ def test_long_sums_are_split_at_fixed_places(monkeypatch: pytest.MonkeyPatch) ->
 def block(
     side: Side, rows: LoraRows | None, dtype: torch.dtype, tokens: int, crowd: bool = False, own: bool = False
 ) -> list[Tensor]:
-    """Output, input gradient and router gradient of an expert block; in a `crowd` all tokens choose two experts. Where
-    experts are `own`ed, this process is the only one, and pairs travel to itself."""
+    """Output, input gradient and router gradient of an expert block; in a `crowd` all tokens choose two experts. If
+    experts are `own`ed, this process is the only owner, and sends pairs to itself."""
     e, f, d, k = CONFIG.num_experts, CONFIG.moe_intermediate_size, CONFIG.hidden_size, CONFIG.experts_per_token
     gate_up, down = ((0.2 * side.random(*shape, seed=n)).to(dtype) for n, shape in ((1, (e, 2 * f, d)), (2, (e, d, f))))
     scores = THEIRS.random(tokens, e, seed=3)  # both choose the same experts
@@ -207,7 +207,7 @@ def test_experts_are_those_of_the_cpu(dtype: torch.dtype, crowd: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_owned_experts_are_those_of_one_process(dtype: torch.dtype, alone: None) -> None:
-    """Bit for bit, with the same kernels."""
+    """They have the same bits, as both use the same kernels."""
     ours, again = twice(mixed_rows(CONFIG))[0], twice(mixed_rows(CONFIG))[0]
     found, wanted = block(OURS, ours, dtype, len(ours), own=True), block(OURS, again, dtype, len(again))
     for mine, other in zip(found, wanted, strict=True):
@@ -218,7 +218,7 @@ def test_owned_experts_are_those_of_one_process(dtype: torch.dtype, alone: None)
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """The only process of a group."""
+    """A process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -227,7 +227,7 @@ def alone() -> Iterator[None]:
 
 
 def test_experts_that_share_nothing_are_those_of_the_cpu() -> None:
-    """Beside some that do."""
+    """In one batch with experts that share factors."""
     adapters = [adapter(CONFIG, 4, 0, shared=False), adapter(CONFIG, 20, 1), adapter(CONFIG, 7, 2, shared=False)]
     rows = LoraRows([0, 5, 14, 20], adapters, [gradient(of, seed) for seed, of in enumerate(adapters)])
     ours, theirs = twice(rows)
@@ -247,7 +247,7 @@ def test_experts_without_adapters() -> None:
 
 
 def test_a_group_is_the_same_alone_and_among_others() -> None:
-    """Bit for bit, of the low-rank kernels: tiles hold rows of one run, and nothing is split along a sum."""
+    """The low-rank kernels give it the same bits: a tile holds rows of one run, and no sum is split."""
     rows = mixed_rows(CONFIG)
     start, stop = rows.offsets[2], rows.offsets[3]
     crowd, _ = twice(rows)

@@ -1,7 +1,7 @@
 """On a pretended GPU (fake tensors have a device and no data): everything lies where it should and nothing waits.
 
 A fake tensor refuses operations across devices, and whatever needs its values on the host: .item(), .tolist(), nonzero.
-The kernels are replaced by something that looks at what it is given.
+The kernels are replaced by stand-ins that look at their arguments.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KERNELS = {
 
 
 class Indexing(TorchFunctionMode):
-    """Does in Python what Tensor's own indexing, `copy_`, `to` and `pin_memory` do only where CUDA is linked."""
+    """Does in Python what Tensor's indexing, `copy_`, `to` and `pin_memory` can do only in a torch built for CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -121,7 +121,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
 
 
 class Context:
-    """What autograd would hand from forward to backward; without CUDA it cannot run itself."""
+    """Replaces autograd's context between forward and backward: autograd cannot run without CUDA."""
 
     needs_input_grad = (True, True)
     saved_tensors: tuple[Any, ...] = ()
@@ -132,7 +132,7 @@ class Context:
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
-    """The backwards of the products, to be called."""
+    """The backwards of the products, for the test to call."""
     found: list[Callable[[], Any]] = []
     for function in (lora._LoraLinear, moe._ExpertBlock):
 
@@ -165,8 +165,8 @@ def test_a_pass_stays_on_the_device_and_never_waits(
         logits = decoder.logits(hidden, rows)
         gradients = [gradient for backward in reversed(recorded) for gradient in backward() if gradient is not None]
         assert all(tensor.device == CUDA for tensor in (hidden, logits, *gradients))
-    # Two rank classes (4 and 8, 40), in a layer four linears with six outputs, and the unembedding. Of experts what is
-    # between their products is one pass, and one more for the group without an adapter.
+    # Two rank classes (4 and 8, 40); four linears with six outputs in a layer, and the unembedding. Between the
+    # experts' products there is one kernel, and one more for the group without an adapter.
     moe = bool(config.num_experts)
     counts = {"shrink": 2 * (5 + 8), "expand": 2 * ((5 + 3) if moe else (8 + 5)), "outer": 2 * (5 + 8)}
     counts |= {"swiglu": 3 * moe, "swiglu_backward": 3 * moe, "gather": 4 * moe, "gather_sum": 4 * moe}
@@ -176,7 +176,7 @@ def test_a_pass_stays_on_the_device_and_never_waits(
 
 
 def test_a_gpu_is_not_tried_for_isolation() -> None:
-    """It would fail, and group by group is no way to use a GPU."""
+    """A GPU would fail the trial, and computing group by group would leave it idle."""
     with FakeTensorMode():
         decoder = Decoder(CONFIG, torch.bfloat16, CUDA)
         found = probe(decoder)

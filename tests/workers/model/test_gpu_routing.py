@@ -1,4 +1,4 @@
-"""Few pairs are sorted by a kernel that counts, with the very numbers of torch's stable sort."""
+"""A small number of pairs is sorted by a kernel that counts, exactly as by torch's stable sort."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ DOWN = "layers.0.mlp.down_A"
 
 
 def crowd() -> list[Adapter | None]:
-    """Ranks that are summed in one go and in several, other targets, and a row without an adapter."""
+    """Adapters of ranks that are summed in one go and in several, and of different targets; and a row without one."""
     other = adapter(CONFIG, 7, 3, train_attn=False)
     return [adapter(CONFIG, 3, 0), None, adapter(CONFIG, 20, 1), adapter(CONFIG, 130, 2), other, adapter(CONFIG, 8, 4)]
 
 
 def loaded(adapters: Sequence[Adapter | None]) -> tuple[LoraRows, SingleProducts]:
-    """What a decode step has once it is loaded."""
+    """The rows and products of a decode step that is loaded with these adapters."""
     rows, table = rewritable(forms(adapters), len(adapters), DEVICE)
     table.rewrite(LoraRows(range(len(adapters) + 1), adapters))
     return rows, SingleProducts(table)
@@ -42,7 +42,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def linear(adapters: Sequence[Adapter | None], x: Tensor) -> Tensor:
-    """What a fused linear comes to where the base gives ones."""
+    """The output of a fused linear whose base gives ones."""
     _, products = loaded(adapters)
     y = x.new_ones(len(x), sum(size for _, size in OF_QKV))
     products.add(y, x, products.room(x, 3), QKV, OF_QKV, scaled=True)
@@ -95,6 +95,6 @@ def test_pairs_have_the_factors_of_their_expert() -> None:
 
 @pytest.mark.parametrize("row", [0, 2, 5])
 def test_a_row_is_the_same_alone_and_among_others(row: int) -> None:
-    """Bit for bit, whatever the largest rank of the batch."""
+    """It has the same bits, whatever the largest rank of the batch."""
     adapters, x = crowd(), random(6, CONFIG.hidden_size, seed=0)
     assert torch.equal(linear(adapters, x)[row], linear([adapters[row]], x[row : row + 1])[0])

@@ -1,4 +1,4 @@
-"""What goes straight to NumPy in Triton's interpreter is what the language gives the long way."""
+"""What Triton's interpreter lets NumPy compute directly is what the language gives the long way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.workers.model.gpu_kit import DEVICE  # before Triton, which may not be here
+from tests.workers.model.gpu_kit import DEVICE  # before Triton, which may not be installed
 
 import triton.language as tl  # isort: skip
 from triton.runtime.interpreter import TensorHandle, interpreter_semantic  # isort: skip

@@ -20,7 +20,7 @@ from workers.model.lora.rows import LoraRows
 
 
 def train(decoder: Decoder, tenants: list[tuple[list[int], Adapter]]) -> list[tuple[Tensor, Adapter]]:
-    """Logprobs and gradients of each tenant; the tokens of one depend on its lengths alone."""
+    """Logprobs and gradients of each tenant; a tenant's tokens depend only on its lengths."""
     lengths = [n for own, _ in tenants for n in own]
     offsets = [0]
     for own, _ in tenants:

@@ -72,7 +72,7 @@ def wanted_linear(rows: LoraRows) -> Tensor:
 
 
 def wanted_mixture(rows: LoraRows) -> Tensor:
-    """One pair of a token and an expert after another."""
+    """The formula, for one pair of a token and an expert after another."""
     group_of, out = rows.group_of_row(X.device).tolist(), torch.zeros(ROWS, CONFIG.hidden_size, dtype=torch.float64)
     for row in range(ROWS):
         own = rows.adapters[group_of[row]]
@@ -98,7 +98,7 @@ Kind = Callable[[LoraRows | None, slice], Tensor]
 
 @pytest.fixture(autouse=True)
 def in_one_call(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Whatever else could compute it, these do."""
+    """Have these functions compute it, whatever others could."""
     called: list[str] = []
     for weight in (QKV_WEIGHT, GATE_UP, DOWN):
         assert gemm.pack(weight), "install a C compiler"
@@ -137,7 +137,7 @@ def test_threads_change_no_bit(kind: Kind, wanted: object, threads: int) -> None
 
 
 @KINDS
-def test_not_a_number_stays_in_its_row(kind: Kind, wanted: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_stays_in_its_row(kind: Kind, wanted: object, monkeypatch: pytest.MonkeyPatch) -> None:
     clean, row = kind(batch(), slice(None)), 7
     spoilt = X.clone()
     spoilt[row, 3] = torch.nan
@@ -184,7 +184,7 @@ def test_of_equal_experts_the_first_is_chosen_and_nan_names_experts_too() -> Non
 
 
 def test_what_is_fetched_ahead_is_all_factors_in_the_order_of_their_use() -> None:
-    """Of an adapter that neighbours share once, and nothing beyond the most that is asked for."""
+    """An adapter that neighbours share is fetched once, and nothing beyond the limit is fetched."""
     native, block = build.library(), 1024
     assert native is not None
     shared, other = adapter(CONFIG, 9, 0), adapter(CONFIG, 4, 1)

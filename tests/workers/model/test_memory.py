@@ -1,4 +1,4 @@
-"""Layers computed again in the backward: the same bits, less memory; and when that is chosen."""
+"""Computing layers again in the backward gives the same bits with less memory; and when that is chosen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHERE, GPU = (CPU, torch.float32), (torch.device("cuda"), torch.float32)
 
 @dataclass(frozen=True)
 class Forward:
-    """What a decoder makes of `tokens`, the bytes that autograd keeps for the backward, and what on_route was told."""
+    """A decoder's output for `tokens`, the bytes that autograd keeps for the backward, and the calls of on_route."""
 
     tokens: Tensor
     rows: LoraRows
@@ -56,7 +56,7 @@ def forward(decoder: Decoder, lengths: list[int]) -> Forward:
 
 
 def train(decoder: Decoder, lengths: list[int]) -> tuple[Tensor, list[Tensor], int, list[tuple[int, list[int]]]]:
-    """Logprobs, gradients, the bytes autograd kept between forward and backward, and what on_route was told."""
+    """Logprobs, gradients, the bytes that autograd kept between forward and backward, and the calls of on_route."""
     done = forward(decoder, lengths)
     tokens = done.tokens
     logprobs = target_logprobs(decoder, done.hidden, torch.arange(len(tokens)), (tokens * 7 + 3) % 96, done.rows)

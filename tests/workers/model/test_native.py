@@ -1,4 +1,4 @@
-"""The low-rank products in C: the same sums as torch makes, and for a group the same bits whatever else is there."""
+"""The low-rank products in C: torch's sums, and for a group the same bits whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def numbers(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def products(rows: LoraRows, on: NativeProducts, name: str, wide: int, count: int) -> dict[str, Tensor]:
-    """What each kind of product leaves, from numbers that depend on the row alone."""
+    """The results of each kind of product, for numbers that depend only on the row."""
     u, y = numbers(count, 16, 1), numbers(count, wide, 2)
     shrunk, expanded = torch.zeros(count, 16), y.clone()
     on.shrink(y, shrunk, name, scaled=True)
@@ -69,7 +69,7 @@ def of_experts(rows: LoraRows) -> dict[str, Tensor]:
     return products(rows, on, EXPERTS, WIDE_EXPERT, 2 * len(rows))
 
 
-#: To compile.
+#: The least C that can be compiled.
 LEAST = (build._HERE / "recur.c",)
 KINDS = pytest.mark.parametrize("kind", [dense, of_experts])
 
@@ -114,7 +114,7 @@ def test_neighbours_and_addresses_change_no_bit(shift: int) -> None:
 
 
 def test_groups_that_share_a_gradient_add_in_their_order() -> None:
-    """On any number of threads."""
+    """With any number of threads."""
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -148,7 +148,7 @@ def test_without_a_compiler_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that is kept."""
+    """A library that was compiled and kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(home := tmp_path_factory.mktemp("compiled")))
         patch.setattr(build, "_TOGETHER", LEAST)
@@ -163,7 +163,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def again(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of it, where a process that begins looks for it."""
+    """A copy of it in the place where a new process looks for it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_TOGETHER", LEAST)
     shutil.copytree(compiled.parent, tmp_path / "weft")
@@ -178,8 +178,8 @@ def test_what_was_compiled_is_kept(again: Path) -> None:
     assert [(each, each.stat().st_mtime_ns) for each in again.parent.iterdir()] == [(again, made)]
 
 
-def test_an_image_has_what_it_compiled(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever lies over the user's cache."""
+def test_an_images_own_library_is_used(again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the image is run with another folder as the user's cache."""
     monkeypatch.setattr(build, "_AHEAD", again.parent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home := again.parents[1] / "empty"))
     assert isinstance(build.library(), ctypes.CDLL)
@@ -187,10 +187,10 @@ def test_an_image_has_what_it_compiled(again: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("homeless", ["read-only", "unknown", "others may write"])
-def test_who_has_no_folder_compiles_once_all_the_same(
+def test_a_user_without_a_cache_folder_compiles_once(
     homeless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each process left a folder of its own behind, and ended where nobody knows its user's home."""
+    """Otherwise each process would leave a folder of its own behind, or end because its user has no home."""
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(build, "_TOGETHER", LEAST)
@@ -209,7 +209,7 @@ def test_who_has_no_folder_compiles_once_all_the_same(
         (folder,) = tmp_path.glob("weft-native-*")
         (kept,) = folder.iterdir()
         kept.unlink()
-        folder.chmod(0o777)  # anybody's: nothing is loaded from there
+        folder.chmod(0o777)  # anybody may write to it: nothing is loaded from there
         build.library.cache_clear()
         assert isinstance(build.library(), ctypes.CDLL)
         assert not list(folder.iterdir())

@@ -24,7 +24,8 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn(*, delta: bool, width: int = 24, groups: int = 2) -> tuple[Tokens, list[Tensor]]:
-    """Decays from states that last for hundreds of tokens to those that last for one; keys of length one."""
+    """Random tokens. Decays reach from states that last for hundreds of tokens to those that last for one; keys have
+    length one."""
     generator = torch.Generator().manual_seed(width)
     q, k = torch.randn(2, ROWS, groups, DIM, generator=generator)
     v = torch.randn(ROWS, HEADS, width, generator=generator)
@@ -35,7 +36,7 @@ def drawn(*, delta: bool, width: int = 24, groups: int = 2) -> tuple[Tokens, lis
 
 
 def formula(tokens: Tokens, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Row by row and head by head, in float64."""
+    """The formula row by row and head by head, in float64."""
     outs, ends = [], []
     for row, state in enumerate(states):
         for head, s_DV in enumerate(state.double()):
@@ -81,7 +82,7 @@ def test_a_row_has_the_same_bits_in_any_batch_by_any_threads(width: int, delta: 
         torch.set_num_threads(before)
 
 
-def test_not_a_number_stays_in_its_row() -> None:
+def test_a_nan_stays_in_its_row() -> None:
     tokens, states = drawn(delta=True)
     clean, ends = one_token(tokens, states)
     states[5] = states[5].clone()

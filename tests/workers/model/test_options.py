@@ -1,5 +1,5 @@
-"""What a config.json may say besides what the tiny models of `models.py` say: computed as transformers computes it, or
-refused. `WEFT_SOAK=30 python -m pytest tests/workers/model/test_options.py` searches from a free seed."""
+"""Options of a config.json that the tiny models of `models.py` do not have: each is computed as transformers does, or
+refused. `WEFT_SOAK=30 python -m pytest tests/workers/model/test_options.py` searches from a random seed."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ OPTIONS: dict[str, Options] = {
         "n_groups": [1, 3], "ssm_state_size": [16], "mamba_head_dim": [8, 24], "conv_kernel": [2, 3],
         "use_conv_bias": [True], "use_bias": [False], "moe_latent_size": [None, 24],
         "hybrid_override_pattern": ["M*EM-", "*M-M-", "EE*MM"], "layer_norm_epsilon": [1e-3],
-        "tie_word_embeddings": [False],  # its library ties nothing, whatever a config says; here that is refused
+        "tie_word_embeddings": [False],  # transformers ties nothing here, whatever a config says; ours refuses true
     },
 }  # fmt: skip
-#: How config.json spells what it says: as transformers 5 writes it, and as earlier versions did.
+#: The spellings of config.json: as transformers 5 writes it, and as earlier versions did.
 SPELLINGS = ["new", "old"]
 
 
 def agrees(family: str, folder: Path, spelling: str = "new", **options: Any) -> bool:
-    """Whether this is computed, as transformers does; False where either of the two refuses it."""
+    """Check that a model with these options is computed as transformers does; False if either of the two refuses it."""
     try:
         model = reference(family, **deepcopy(options))  # a config writes into the rope that it is given
         model(torch.tensor([[1, 2, 3]]), use_cache=False)
-    except Exception:  # whatever its own library says of it
+    except Exception:  # any error means that its own library refuses it
         return False
     model.save_pretrained(folder)
     if spelling == "old":
@@ -118,7 +118,7 @@ def agrees(family: str, folder: Path, spelling: str = "new", **options: Any) -> 
 
 
 def chosen(family: str, free: random.Random) -> dict[str, Any]:
-    """Each option with one chance in four."""
+    """Options, each chosen with a probability of one in four."""
     defaults = set(FAMILIES[family][1]().to_dict())
     options = EVERY | OPTIONS[family]
     return {
@@ -130,8 +130,10 @@ def chosen(family: str, free: random.Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
 @pytest.mark.parametrize("family", ["llama", "deepseek", "gpt-oss", "qwen3.5"])
-def test_every_rope_is_computed_so_or_refused(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    """With all that may be left in it of another kind, and with what is said to be nothing."""
+def test_every_rope_is_computed_as_by_transformers_or_refused(
+    family: str, rope: dict[str, Any], tmp_path: Path
+) -> None:
+    """Also with fields that another kind of rope left in it, and with fields that are null."""
     refused = rope["rope_type"] == "dynamic" or rope.get("truncate", True) is None
     refused |= "partial_rotary_factor" in rope and family != "qwen3.5"
     assert agrees(family, tmp_path, rope_parameters=rope) != refused
@@ -139,7 +141,7 @@ def test_every_rope_is_computed_so_or_refused(family: str, rope: dict[str, Any],
 
 @pytest.mark.search
 @pytest.mark.parametrize("family", OPTIONS)
-def test_whatever_options_a_config_has_it_is_computed_so_or_refused(family: str, tmp_path: Path) -> None:
+def test_any_options_are_computed_as_by_transformers_or_refused(family: str, tmp_path: Path) -> None:
     free, computed = chance(list(OPTIONS).index(family)), 0
     for number in range(examples(8)):
         options, spelling = chosen(family, free), free.choice(SPELLINGS)

@@ -1,5 +1,5 @@
-"""What the start-up test asks of a decoder, what it concludes, and how long that holds: on a decoder of two small
-weights, with products that are made to fail. test_probe_rows.py has how each is compared."""
+"""What the start-up test asks of a decoder, what it concludes, and how long that holds. The decoder here has two small
+weights, and its products are made to fail. test_probe_rows.py tests how results are compared."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 
 def decoder(*weights: Tensor, **config: Any) -> Any:
-    """What the probe reads of a decoder; `config` over that of one without MLPs, experts, gates or recurrences."""
+    """The parts of a decoder that the probe reads. `config` changes that of one without MLPs, experts, gates or
+    recurrences."""
     plain = {"mlp_widths": (), "num_experts": 0, "gate_widths": (), "output_gate": False, "shared_gate": False}
     plain |= {"gate": GateConfig(), "router": SimpleNamespace(scores="softmax"), "recurrence": None}
     embed, *products = weights or (torch.ones(24, 40), torch.ones(40, 40))
@@ -40,12 +41,12 @@ def decoder(*weights: Tensor, **config: Any) -> Any:
 
 
 def twice(x: Tensor, *_: object, **__: object) -> Tensor:
-    """Of each number alone, whatever else is there."""
+    """Doubles each number, whatever else is in the batch."""
     return x * 2
 
 
 def fickle(rows: int) -> Callable[..., Tensor]:
-    """As `twice`, but a batch of so many rows comes out otherwise."""
+    """Like `twice`, but with other results for a batch of so many rows."""
     return lambda x, *_, **__: x * 2 + (len(x) == rows)
 
 
@@ -92,7 +93,7 @@ def test_each_weight_is_tried_in_both_directions(
 
 @pytest.mark.parametrize(("most", "rows"), [(960 * 50 + 959, 50), (1, 16), (960 * 5000, 1531)])
 def test_a_large_product_is_tried_with_fewer_rows(monkeypatch: pytest.MonkeyPatch, most: int, rows: int) -> None:
-    """[24, 40] has 960 numbers, of each row that is multiplied."""
+    """A weight of [24, 40] has 960 numbers to multiply for each row."""
     monkeypatch.setattr(isolation, "MAX_MULTIPLICATIONS", most)
     monkeypatch.setattr(isolation, "base_mm", fickle(7))
     assert reason(decoder(torch.ones(24, 40))) == f"x W^T with [24, 40] gives 7 rows other bits than {rows}"
@@ -115,7 +116,7 @@ def test_each_width_is_tried_for_alignment_but_those_of_whole_lines(monkeypatch:
 def test_what_an_mlp_computes_between_its_products(
     monkeypatch: pytest.MonkeyPatch, gate: GateConfig, wide: int
 ) -> None:
-    """Gate and up side by side, or up alone."""
+    """With gate and up side by side, or up alone."""
 
     def activation(config: GateConfig, x: Tensor) -> Tensor:
         assert config is gate
@@ -152,7 +153,7 @@ def test_sigmoids_that_are_gates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recurrence(GatedDelta):
-    """Whose step gives 24 rows other bits; each row must come with the state that a run left."""
+    """A recurrence whose step gives 24 rows other bits. Each row must come with the state that a run left."""
 
     def __init__(self, bad: int) -> None:
         self.inputs = torch.ones(8, 3)  # type: ignore[assignment]
@@ -214,7 +215,7 @@ def test_a_gpu_is_packed_and_nothing_is_kept(tmp_path: Path) -> None:
     assert not (tmp_path / "kept").exists()
 
 
-def test_what_is_said_of_each() -> None:
+def test_the_text_of_each_finding() -> None:
     assert str(Isolation("packed-inexact", 0)) == "packed (on a GPU: equal up to rounding, not to the bit)"
     assert str(Isolation("padded", 7)) == "packed (rows of 7 weight shapes do not depend on their neighbours)"
     assert str(Isolation("per-segment", 7, "why")) == "group by group, which is slower (why)"
@@ -271,7 +272,7 @@ def test_a_finding_holds_for_weights_of_its_shapes_and_types(monkeypatch: pytest
 
 @pytest.fixture
 def count(tmp_path: Path) -> Callable[[], int]:
-    """How many trials it took to ask `once` again."""
+    """The number of trials that asking `once` again took."""
     trials: list[int] = []
 
     def trial() -> Isolation:

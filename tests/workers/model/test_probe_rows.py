@@ -1,5 +1,5 @@
-"""How the start-up test compares: a batch with its own rows, and the products of an adapter by where their rows lie.
-test_probe.py has what it asks of a decoder."""
+"""How the start-up test compares: a batch with its own rows, and an adapter's products with rows at different places.
+test_probe.py tests what it asks of a decoder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("rows", sorted({rows for rows, _ in BATCHES}))
-def test_a_batch_that_comes_out_otherwise_is_named_by_its_rows(rows: int) -> None:
+def test_a_batch_with_other_results_is_named_by_its_rows(rows: int) -> None:
     assert isolation._first_difference(lambda x: x * 2 + (len(x) == rows), 8, 1024, CPU) == rows
 
 
-def test_what_depends_on_nothing_has_no_difference() -> None:
+def test_a_function_of_each_number_alone_has_no_difference() -> None:
     assert isolation._first_difference(lambda x: x * 2, 8, 1024, CPU) is None
 
 
@@ -37,7 +37,7 @@ def test_every_batch_that_fits_is_compared_with_its_own_rows(rows: int) -> None:
     assert isolation._first_difference(of, 3, rows, CPU) is None
     whole, *batches = asked
     assert whole.shape == (rows, 3)
-    assert whole.unique().numel() == whole.numel()  # a row is found again by its numbers
+    assert whole.unique().numel() == whole.numel()  # rows are told apart by their numbers
     fit = [(count, start) for count, start in BATCHES if start + count <= rows]
     assert len(batches) == len(fit)
     for batch, (count, start) in zip(batches, fit, strict=True):
@@ -45,7 +45,7 @@ def test_every_batch_that_fits_is_compared_with_its_own_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 5])
-def test_a_difference_of_a_place_alone_is_found(start: int) -> None:
+def test_a_difference_at_one_place_only_is_found(start: int) -> None:
     first: list[Tensor] = []
 
     def of(x: Tensor) -> Tensor:
@@ -67,8 +67,8 @@ def test_batches_are_on_both_sides_of_what_kernels_are_cut_to() -> None:
 @pytest.mark.parametrize("threads", [2, 3, 5, 7])
 @pytest.mark.parametrize("width", [24, 96, 768])
 def test_functions_that_round_otherwise_where_a_thread_begins_are_found(threads: int, width: int) -> None:
-    """As torch's vectorised ones do: what is left over at the end of a share goes through other code. A share is a part
-    of all numbers, wherever rows end, and a tensor of few numbers has one."""
+    """Torch's vectorised functions do: the numbers left over at the end of a thread's share go through other code. A
+    share is a part of all numbers, wherever rows end, and a small tensor has only one."""
 
     def of(x: Tensor) -> Tensor:
         y = x.flatten() * 2
@@ -123,7 +123,7 @@ def test_every_rank_and_place_is_compared(monkeypatch: pytest.MonkeyPatch, rank:
 
 
 def test_forward_and_backward_of_an_mlp_are_both_looked_at() -> None:
-    """Of squared ReLU at 3: h = 9, dh/dup = 6, and the sum of h * up, which the products' backward takes."""
+    """For squared ReLU at 3: h = 9, dh/dup = 6, and the sum of h * up, which the products' backward takes."""
     found = isolation._activation(GateConfig(gated=False), torch.tensor([[3.0, -1.0], [1.0, 2.0]]))
     assert torch.equal(found, torch.tensor([[9.0, 0, 6, 0, 27], [1, 4, 2, 4, 9]]))
     one_row = isolation._activation(GateConfig(gated=False), torch.tensor([[3.0, 2.0]]))

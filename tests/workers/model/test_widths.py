@@ -1,4 +1,4 @@
-"""The kernels as other processors have them: narrower vectors, and compilers tuned to fuse sums in some loops alone."""
+"""The kernels as on other processors: with narrower vectors, and by compilers that fuse sums in some loops only."""
 
 from __future__ import annotations
 

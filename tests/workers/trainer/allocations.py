@@ -18,7 +18,7 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 
 
 
 class Allocations(TorchDispatchMode):
-    """Of the tensors that are made within it, so many find no memory, from the `first` on, counted from 1."""
+    """Within it so many tensors find no memory, from the `first` on, counted from 1."""
 
     def __init__(self, first: int, refusals: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,8 +47,8 @@ class Failing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: After so many calls there is memory again. Were it always short in the same turn, a rebuilt run might never be there:
-#: it begins anew where one of its steps finds none, and needs all of them in one go.
+#: After so many calls there is memory again. If every turn fell short at the same call, a run might never be rebuilt:
+#: it begins anew if one of its steps finds no memory, and needs all of them in one go.
 SHORT_CALLS = 30
 
 
@@ -63,7 +63,7 @@ def short_steps(most: int) -> Iterator[Counter[str]]:
         made = counts["calls"]
         if not most or made % most == 0 or made > SHORT_CALLS:
             return call(due)
-        depth = 40 if isinstance(due[0][1], Dimuon) else 5  # so many tensors are made in any
+        depth = 40 if isinstance(due[0][1], Dimuon) else 5  # any step makes at least so many tensors
         with Allocations(1 + 7 * made % depth) as allocations:
             try:
                 return call(due)

@@ -61,7 +61,7 @@ def multi_data(lengths: Iterable[int], seed: int, vocab_size: int = 96, targets:
 
 
 def rl_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[ArrayDatum]:
-    """With a `sequence_ratio_mask` over all but the first position, which only gspo takes (see `for_loss`)."""
+    """RL data. Only gspo takes their `sequence_ratio_mask`, over all but the first position (see `for_loss`)."""
     rng = np.random.default_rng(seed)
     return [
         ArrayDatum(
@@ -78,7 +78,7 @@ def rl_data(lengths: Iterable[int], seed: int, vocab_size: int = 96) -> list[Arr
 
 
 def for_loss(data: list[ArrayDatum], loss_fn: str) -> list[ArrayDatum]:
-    """Without the inputs that `loss_fn` does not take; a custom loss may be given any."""
+    """The data without the inputs that `loss_fn` does not take; a custom loss may be given any."""
     if loss_fn == CUSTOM:
         return data
     accepted = LOSSES[loss_fn].accepted
@@ -153,7 +153,7 @@ class Bench:
         return {done.op_id: done for done in dones}
 
     def ok(self, *ops: TrainOp) -> dict[str, Done]:
-        """As `go`, and all operations must have succeeded."""
+        """Like `go`, but all operations must succeed."""
         dones = self.go(*ops)
         for done in dones.values():
             assert done.failure is None, done.failure

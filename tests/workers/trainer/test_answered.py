@@ -1,4 +1,4 @@
-"""Accepted and answered operations are replayed even if they would be refused by now: rules change with versions."""
+"""Answered operations are replayed even if this version would refuse them: rules change with versions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_sum_of_gradients_that_is_no_float32(bench: Bench) -> None:
     assert torch.equal(gradient(bench.run("a")), wanted)
 
 
-def test_data_that_are_refused_by_now(bench: Bench) -> None:
+def test_data_that_this_version_refuses(bench: Bench) -> None:
     [datum] = rl_data([5], seed=1)
     datum.inputs["sequence_ratio_mask"][:] = 0
     bench.ok(bench.create("a"))

@@ -1,4 +1,4 @@
-"""Uploaded losses, traced by the official SDK and run by us, equal what that computes itself; and hostile graphs."""
+"""Uploaded losses, traced by the official SDK and run by us, give what the SDK computes itself; and hostile graphs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def traced(name: str) -> tuple[LossHandle, CustomLoss]:
 
 
 def stored(handle: LossHandle) -> CustomLoss:
-    """The loss after its way through the JSON of the request, which drops nulls, and the blob."""
+    """The loss after it was sent as the request's JSON, which drops nulls, and stored as a blob."""
     graph = json.loads(encode_graph(handle).model_dump_json(exclude_none=True))
     pairs = [(item.name, item.rank) for item in handle.inputs]
     parse_custom_loss(handle.name, pairs, graph)
@@ -167,7 +167,7 @@ def of_an_index(logprobs, advantages, q):
 
 @pytest.mark.parametrize("fn", [detached, of_the_data, of_an_index])
 def test_a_loss_without_a_gradient_is_named(bench: Bench, fn: Callable[..., Any]) -> None:
-    """Such a loss trained nothing, and nobody was told."""
+    """Such a loss would train nothing, and its user would not notice."""
     upload(bench, trace_loss(fn, {"logprobs": 1, "advantages": 1, "q": 1}, "s"), "s:loss:0")
     data = rl_data([5], seed=1)
     data[0].inputs["q"] = data[0].inputs["logprobs"]
@@ -410,7 +410,7 @@ def test_what_sizes_alone_make_impossible_is_left_to_the_data() -> None:
 
 
 def test_a_number_that_depends_on_a_mask() -> None:
-    """Its count may be computed with; but nothing may have its size."""
+    """A loss may compute with the count of a mask, but no tensor may have it as its size."""
     masked = [
         node("call_function", "m", "operator.gt", X, -1.5),
         node("call_function", "a", "operator.getitem", X, ref("m")),

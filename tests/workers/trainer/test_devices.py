@@ -1,4 +1,4 @@
-"""The trainer with a bfloat16 base, and on a GPU: as in float32 on the CPU, as nearly as the base allows."""
+"""The trainer with a bfloat16 base, and on a GPU: the results of float32 on the CPU, as nearly as the base allows."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_goes_on_where_it_was(
 def test_a_tenant_is_the_same_in_company(
     folder: Path, tmp_path: Path, device: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    """To rounding: on a GPU the products with the base may round by the size of the batch."""
+    """Equal up to rounding: on a GPU the products with the base may round by the size of the batch."""
     decoder = load_decoder(folder, dtype, device)
     data = ce_data([20, 11], 3)
     results = []

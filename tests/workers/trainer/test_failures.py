@@ -152,7 +152,7 @@ def test_all_slices_of_a_bad_operation_give_one_failure(worlds) -> None:
 
 
 def test_an_exception_in_a_shared_microbatch_fails_only_the_guilty_operation(worlds, monkeypatch) -> None:
-    """Also if it is raised after gradients were added, and with slices of earlier passes to restore."""
+    """Also if it is raised after gradients were added, and if slices of earlier passes must be restored."""
     bench, clean = worlds
     whole = [b.fb("a", ce_data([9, 30, 4], seed=5)) for b in worlds]
     clean.ok(whole[1])

@@ -1,4 +1,5 @@
-"""Closed forms, golden values of shared/reference/rl-loss-golden.json, and where gradients must and must not flow."""
+"""Each loss against closed forms and the golden values of shared/reference/rl-loss-golden.json; and where gradients
+must and must not flow."""
 
 import json
 import math
@@ -14,7 +15,7 @@ from workers.trainer.metrics import Measure, merge_measures, metric_values
 GOLDEN = json.loads((Path(__file__).parent / "data" / "tinker_losses.json").read_text())
 CLIPPING = sorted(name for name, spec in LOSSES.items() if clip_of(spec))
 RATIO_LOSSES = sorted(set(LOSSES) - {"cross_entropy"})
-#: Beside terms with the factor A, these have a pull towards the sampler.
+#: Losses that have, besides terms with the factor A, a pull towards the sampler.
 QUADRATIC = ["dro", "stable_reinforce"]
 
 
@@ -30,9 +31,9 @@ def rl(lp, q, advantages):
 
 @pytest.mark.parametrize("name", GOLDEN["cases"])
 def test_golden(name: str) -> None:
-    """stable_reinforce without its ratio band is prime-rl's DPPO loss; with the band alone it is INTELLECT-3's.
+    """stable_reinforce without its ratio band is prime-rl's DPPO loss; with only the band it is INTELLECT-3's.
 
-    What the golden values mask is a prompt here: A = 0 and q = 0, as Tinker's recipes send it."""
+    Positions that the golden values mask are a prompt's here: A = 0 and q = 0, as Tinker's recipes send it."""
     case = GOLDEN["cases"][name]
     q = [value * m for value, m in zip(GOLDEN[case.get("logprobs", "logprobs")], GOLDEN["mask"], strict=True)]
     lp_P, inputs = rl(GOLDEN["lp"], q, [case["adv"] * m for m in GOLDEN["mask"]])
@@ -131,7 +132,7 @@ def test_dro_pulls_towards_the_sampler() -> None:
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0.12, False), (0.13, True), (7.9, True), (8.1, False)])
 def test_the_region_of_stable_reinforce_is_an_eighth_to_eight(ratio: float, kept: bool) -> None:
-    """docs/losses.md's bounds, where nothing else masks: the probabilities are so small that none moves far."""
+    """The bounds of docs/losses.md alone: probabilities are too small to move so far that anything else masks."""
     lp_P, inputs = rl([-9.0], [-9.0 - math.log(ratio)], [1.0])
     loss, metrics = stable_reinforce(lp_P, inputs, {})
     loss.backward()
@@ -143,7 +144,7 @@ def test_the_region_of_stable_reinforce_is_an_eighth_to_eight(ratio: float, kept
 
 @pytest.mark.parametrize(("loss_fn", "config"), [("dro", {"beta": 0.5}), ("stable_reinforce", {"kl_coeff": 0.25})])
 def test_the_quadratic_pull_does_not_end_with_the_advantage(loss_fn: str, config: dict[str, float]) -> None:
-    """A group whose rewards are all equal: A = 0 everywhere, q = lp + 0.5. 16 positions of 0.25 * 0.5^2 each."""
+    """A group of equal rewards: A = 0 everywhere, and q = lp + 0.5. The loss is 16 positions of 0.25 * 0.5^2 each."""
     lp = [-2.0 - 0.1 * i for i in range(16)]
     lp_P, inputs = rl(lp, [value + 0.5 for value in lp], [0.0] * 16)
     loss, metrics = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, config)
@@ -158,7 +159,7 @@ def test_the_quadratic_pull_does_not_end_with_the_advantage(loss_fn: str, config
 
 @pytest.mark.parametrize("loss_fn", QUADRATIC)
 def test_the_quadratic_pull_leaves_out_only_what_has_neither_advantage_nor_logprob(loss_fn: str) -> None:
-    """The prompt, a sampled token of no advantage, a token that was certain when it was sampled."""
+    """Positions: the prompt, a sampled token without an advantage, and a token of probability 1 when it was sampled."""
     coefficient = {"dro": 0.5 * 0.1, "stable_reinforce": 0.01}[loss_fn]
     lp_P, inputs = rl([-3.0, -1.25, -0.25], [0.0, -1.0, 0.0], [0.0, 0.0, 1.0])
     loss, metrics = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
@@ -173,7 +174,7 @@ def test_the_quadratic_pull_leaves_out_only_what_has_neither_advantage_nor_logpr
 @pytest.mark.parametrize("loss_fn", sorted(set(RATIO_LOSSES) - set(QUADRATIC)))
 @pytest.mark.parametrize("q", [-3.0, -1.0, 0.0])
 def test_every_other_term_has_the_factor_advantage(loss_fn: str, q: float) -> None:
-    """What these leave out, their formulas count as 0 for any finite ratio."""
+    """These losses leave positions of A = 0 out: by their formulas such a position is 0 for any finite ratio."""
     lp_P, inputs = rl([-2.0, -1.0], [q, -1.5], [0.0, 0.75])
     inputs["sequence_ratio_mask"] = torch.tensor([0.0, 1.0])
     alone_P, alone_inputs = rl([-1.0], [-1.5], [0.75])
@@ -186,7 +187,7 @@ def test_every_other_term_has_the_factor_advantage(loss_fn: str, q: float) -> No
 
 
 def test_gspo_counts_marked_positions_of_no_advantage() -> None:
-    """s is the mean over what the mask marks: (0.5 + 0.25) / 2, although one of the two has A = 0."""
+    """s is the mean over the positions that the mask marks: (0.5 + 0.25) / 2, although one of them has A = 0."""
     lp_P, inputs = rl([-1.0, -1.0], [-1.5, -1.25], [1.0, 0.0])
     inputs["sequence_ratio_mask"] = torch.ones(2)
     loss, _ = gspo(lp_P, inputs, {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0})
@@ -196,7 +197,8 @@ def test_gspo_counts_marked_positions_of_no_advantage() -> None:
 
 
 def test_gspo_ratio_is_to_the_bit_the_same_for_all_tokens_of_a_sequence() -> None:
-    """A token's own lp, however large, rounds nothing of it: near a bound some tokens would be clipped, others not."""
+    """A token's own lp, however large, must not round the ratio: near a bound some tokens of a sequence would be
+    clipped, and others not."""
     lp_P, inputs = rl([-0.01, -7.0, -900.0], [-0.0101, -7.0001, -900.0], [1.0, 1.0, 1.0])
     loss, metrics = gspo(lp_P, inputs, {"clip_low_threshold": 0.0, "clip_high_threshold": 9.0})
     loss.backward()
@@ -206,7 +208,7 @@ def test_gspo_ratio_is_to_the_bit_the_same_for_all_tokens_of_a_sequence() -> Non
 
 
 def test_gspo_metrics_are_of_the_positions_in_the_loss() -> None:
-    """A position that is marked and has no advantage may have a q for which the ratio is no float32."""
+    """A marked position without an advantage may have a q whose ratio is beyond float32."""
     lp_P, inputs = rl([-1.0, -2.0], [-1.5, -200.0], [1.0, 0.0])
     inputs |= {"sequence_ratio_mask": torch.ones(2), "lengths": torch.tensor([1, 1])}
     found = metric_values(gspo(lp_P, inputs, {})[1])
@@ -214,8 +216,8 @@ def test_gspo_metrics_are_of_the_positions_in_the_loss() -> None:
     assert found["mismatch_kl:mean"] == pytest.approx(math.exp(0.5) - 1.5)
 
 
-def test_gspo_metrics_of_ratios_are_of_what_its_mask_marks() -> None:
-    """What it does not mark may have any q, for the loss reads none there."""
+def test_gspo_metrics_of_ratios_are_of_marked_positions() -> None:
+    """Positions that the mask leaves out may have any q: the loss does not read it there."""
     lp_P, inputs = rl([-1.0, -2.0, -3.0], [-1.5, 0.0, -200.0], [1.0, 1.0, 1.0])
     inputs["sequence_ratio_mask"] = torch.tensor([1.0, 0.0, 0.0])
     found = metric_values(gspo(lp_P, inputs, {})[1])
@@ -225,7 +227,7 @@ def test_gspo_metrics_of_ratios_are_of_what_its_mask_marks() -> None:
 
 
 @pytest.mark.parametrize("loss_fn", RATIO_LOSSES)
-def test_the_kl_of_ratios_near_1_is_no_rounding(loss_fn: str) -> None:
+def test_the_kl_of_ratios_near_1_is_not_lost_to_rounding(loss_fn: str) -> None:
     lp = -torch.linspace(0.5, 3.0, 50)
     q = lp + 1e-4 * torch.linspace(-1, 1, 50)
     inputs = {"logprobs": q, "advantages": torch.ones(50), "sequence_ratio_mask": torch.ones(50)}
@@ -236,8 +238,8 @@ def test_the_kl_of_ratios_near_1_is_no_rounding(loss_fn: str) -> None:
 
 
 def test_gspo_ratio_is_the_sequences_and_sequences_are_apart() -> None:
-    """Two sequences: ratios exp(0.1) and exp(-0.1 / 2) = mean over the marked positions; the mask reaches further than
-    the advantages."""
+    """Two sequences have the ratios exp(0.1) and exp(-0.1 / 2): the exponent is the mean over the marked positions,
+    also those without an advantage."""
     lp_P = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)
     inputs = {
         "logprobs": torch.tensor([-1.1, -1.9, -1.0]),
@@ -291,7 +293,7 @@ def test_maximum_and_empty_mean() -> None:
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize("loss_fn", ["ppo", "gspo"])
 def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss_fn: str, advantage: float) -> None:
-    """As a ratio of e^80 has none, where A > 0; where A < 0 nothing clips it, and it is not finite."""
+    """For A > 0 it has none, like a ratio of e^80. For A < 0 nothing clips it, and the loss is not finite."""
     lp_P, inputs = rl([-1.0], [-300.0], [advantage])
     loss, _ = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
     loss.backward()
@@ -303,7 +305,7 @@ def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss_fn: str, ad
 @pytest.mark.parametrize("loss_fn", ["ppo", "gspo", "cispo", "dro", "stable_reinforce"])
 @pytest.mark.parametrize("log_ratio", [200.0, 5e4])
 def test_metrics_of_ratios_beyond_float32_are_numbers(loss_fn: str, log_ratio: float) -> None:
-    """JSON knows no infinity, and a loss that clips such a ratio succeeds."""
+    """JSON has no infinity, and the operation succeeds, as its loss clips such a ratio."""
     lp_P, inputs = rl([-1.0] * 4, [-1.0 - log_ratio] * 4, [1.0] * 4)
     inputs |= {"sequence_ratio_mask": torch.ones(4)} if loss_fn == "gspo" else {}
     loss, measures = LOSS_FUNCTIONS[loss_fn](lp_P, inputs, {})
@@ -316,7 +318,7 @@ def test_metrics_of_ratios_beyond_float32_are_numbers(loss_fn: str, log_ratio: f
 
 
 def test_a_small_mismatch_is_told_to_its_digits() -> None:
-    """r - 1 - log r is nearly log^2 / 2, which float32 loses beside 1."""
+    """r - 1 - log r is nearly (log r)^2 / 2: too small beside 1 for float32."""
     lp_P, inputs = rl([-1.0, -1.0], [-1.0 + 2**-13, -1.0 - 2**-13], [1.0, 1.0])
     metrics = metric_values(LOSS_FUNCTIONS["importance_sampling"](lp_P, inputs, {})[1])
     assert metrics["mismatch_kl:mean"] == pytest.approx(2**-27, rel=1e-6)

@@ -1,4 +1,4 @@
-"""A step in the same pass as a forward_backward that fails, or in a later one, is not taken."""
+"""A step after a forward_backward that failed, in the same pass or an earlier one, is not taken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def assert_missing(failure: Failure | None) -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_it_is_not_taken_and_the_next_one_is(bench: Bench, passes: int) -> None:
+def test_a_step_with_a_missing_gradient_is_not_taken_and_the_next_one_is(bench: Bench, passes: int) -> None:
     before = begun(bench)
     bad, step = overflowing(bench), bench.optim("r")
     dones = bench.go(bad, step) if passes == 1 else bench.go(bad) | bench.go(step)
@@ -45,14 +45,14 @@ def test_it_is_not_taken_and_the_next_one_is(bench: Bench, passes: int) -> None:
     assert bench.run("r").step == 2
 
 
-def test_a_client_that_knows_of_it_may_go_on(bench: Bench) -> None:
+def test_a_client_that_knows_of_the_failure_may_go_on(bench: Bench) -> None:
     begun(bench)
     bad = overflowing(bench)
     bench.go(bad)
     bench.ok(bench.fb("r", ce_data([5], seed=3)), bench.optim("r", knows=bad.seq))
 
 
-def test_what_the_journal_knows_alone_counts_too(bench: Bench) -> None:
+def test_a_failure_that_only_the_journal_knows_counts_too(bench: Bench) -> None:
     begun(bench)
     step = msgspec.structs.replace(bench.optim("r"), lacks=(2, step_not_taken("forward_backward", "token 9 is out")))
     failure = bench.go(step)[step.op_id].failure
@@ -61,7 +61,7 @@ def test_what_the_journal_knows_alone_counts_too(bench: Bench) -> None:
     assert failure.message.endswith("token 9 is out")
 
 
-def test_weights_that_are_loaded_take_its_place(bench: Bench) -> None:
+def test_a_step_on_loaded_weights_is_taken(bench: Bench) -> None:
     begun(bench)
     saved = bench.op("r", OpKind.SAVE_STATE, target_ref="weights/saved")
     bench.ok(saved)

@@ -1,5 +1,5 @@
-"""An operation that spans passes keeps what it has computed, whatever else its run has in the same pass, whether its
-state is paged, and whether the trainer that goes on is the one that began. Held against the whole in one pass."""
+"""An operation that spans passes keeps what it has computed, whatever else its run has in the same pass, also if its
+state is paged or another trainer goes on with it. Compared with the whole operation in one pass."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_trainer_that_lives_for_one_slice_at_a_time_gets_there(
 
 @pytest.mark.usefixtures("saves_often")
 def test_what_is_half_done_is_forgotten_when_another_operation_comes(bench: Bench) -> None:
-    """It failed after all, so it is not repeated, and the next operation begins on the run as it was."""
+    """The half-done operation has failed, so it is not sent again, and the next one begins on the run as it was."""
     bench.ok(bench.create("a"), bench.fb("a", SECOND))
     bench.go(again(sliced(bench.fb("a", FIRST), 1)[0]))
     snapshot = bench.snapshots[-1]
@@ -175,7 +175,7 @@ def test_what_has_failed_half_way_fails_on_the_next_trainer_too(bench: Bench, ho
         bench.go(hand_over=["a"])
     (snapshot,) = bench.snapshots
     bench.restart()
-    # The desk goes on behind what the snapshot holds of the operation.
+    # The desk goes on behind the slices that the snapshot holds.
     rest = sliced(op, snapshot.part_stop) if snapshot.part_stop else [op]
     failure = bench.go(restore(bench, snapshot), rest[-1])[op.op_id].failure
     assert failure is not None

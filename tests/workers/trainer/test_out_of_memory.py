@@ -219,7 +219,7 @@ def test_a_run_that_is_half_restored_leaves_its_memory(
 def test_a_gradient_of_its_own_that_finds_no_memory(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, refusals: int, fails: bool
 ) -> None:
-    """Of an operation that begins while another is open: it is tried again, or fails alone."""
+    """The operation begins while another is open: it is tried again, or fails alone."""
     ample, short = make_bench(), make_bench()
     zeros = Adapter.zeros
 
@@ -255,7 +255,7 @@ def test_what_counts_as_out_of_memory() -> None:
 
 
 class Room:
-    """The machine has memory for the states of so many runs, whatever the trainer's budget is."""
+    """A machine with memory for the states of so many runs, whatever the trainer's budget is."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bench: Bench, error: Exception = ERRORS[0]) -> None:
         self.runs, real = 99, runs_arena.Arena
@@ -269,7 +269,7 @@ class Room:
 
 
 def paged_out(bench: Bench, runs: str = "abc") -> None:
-    """These runs, with a gradient each, are on the disk, and their memory is free."""
+    """Make these runs, with a gradient each, and page them out: they are on the disk, and their memory is free."""
     bench.ok(*(bench.create(run_id) for run_id in runs))
     bench.ok(*(bench.fb(run_id, ce_data([5], 7)) for run_id in runs))
     bench.trainer.residency.squeeze()
@@ -346,8 +346,8 @@ def test_a_run_that_cannot_come_back_in_the_middle_of_an_operation_is_rebuilt(
 def test_what_was_spoilt_before_an_operation_waits_is_not_in_its_gradient(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, accumulated: bool
 ) -> None:
-    """Its first slice runs out of memory in the backward, and before the next comes its run has made room and does not
-    find any. When there is memory again all of it is computed, from nothing."""
+    """The operation's first slice runs out of memory in the backward. Before the next slice its run was paged out and
+    finds no memory to come back. When there is memory again the whole operation is computed anew."""
     ample, short = make_bench(), make_bench()
     for bench in (ample, short):
         bench.ok(bench.create("a"))
@@ -370,11 +370,11 @@ def test_what_was_spoilt_before_an_operation_waits_is_not_in_its_gradient(
     assert_equal_worlds(short, ample, "a")
 
 
-def test_what_a_snapshot_holds_of_an_operation_is_had_from_there_after_it_was_begun_anew(
+def test_an_operation_that_began_anew_is_rebuilt_from_its_snapshot(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first slice is saved, the second runs out of memory and begins the operation anew, and before the third its
-    run finds no memory. Who sends it again goes on behind what is saved, so the run must be had from there, too."""
+    run finds no memory. The server sends again what follows the saved slice, so the run must be rebuilt from there."""
     ample, short = make_bench(), make_bench()
     for bench in (ample, short):
         bench.ok(bench.create("a"))

@@ -27,7 +27,7 @@ MakeBench = Callable[..., Bench]
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever an arena holds when it changes hands is NaN: a run that read any of it would show it."""
+    """Fill each arena with NaN when it changes hands: a run that read any of it would show it."""
 
     def filled(arena: Arena) -> Arena:
         arena.flat.fill_(math.nan)

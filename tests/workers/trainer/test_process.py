@@ -81,7 +81,7 @@ def bench(decoder: Decoder, tmp_path: Path) -> Bench:
 
 @pytest.fixture
 def bounds() -> TrainerBounds:
-    """The bounds that the worker is told; a test may set others."""
+    """The bounds that the worker is told; a test may override them."""
     return TrainerBounds(resident_bytes=MEMORY)
 
 
@@ -137,7 +137,7 @@ def ready(bench: Bench, worker: Worker) -> None:
     "bounds", [TrainerBounds(loss_limit_s=1e-4, resident_bytes=MEMORY)], ids=["a tenth of a millisecond"]
 )
 def test_ends_itself_over_a_loss_that_takes_too_long_and_has_said_whose_it_is(bench: Bench, worker: Worker) -> None:
-    """Some hundred sorts, as long as a loss may be."""
+    """The loss has some hundred sorts: the longest that may be uploaded."""
     ready(bench, worker)
     bench.blobs.put(loss_ref("s:loss:0"), long_loss())
     operation = bench.fb("a", ce_data([40, 9], 1), "custom", loss_id="s:loss:0")

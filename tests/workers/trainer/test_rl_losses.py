@@ -1,5 +1,5 @@
-"""The losses of `weft.rl` against golden values that the code of prime-rl, slime and Tinker gave, and closed forms;
-as plain torch, and by the interpreter that the trainer runs uploaded losses with."""
+"""The losses of `weft.rl` against closed forms and golden values from the code of prime-rl, slime and Tinker; as plain
+torch, and by the interpreter with which the trainer runs uploaded losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ Runner = Callable[..., tuple[Any, dict[str, float]]]
 
 
 def given(loss: Loss, advantage: float, mask: list[float] = MASK) -> dict[str, torch.Tensor]:
-    """The inputs as the loop gives them: tokens that were not drawn have advantage, sampler's logprob and mask 0."""
+    """The inputs as the training loop gives them: a token that was not drawn has 0 as advantage, sampler's logprob and
+    mask."""
     on = torch.tensor([float(m) for m in mask])
     values = {"q": Q, "logprobs": Q, "old": OLD, "ref": REF, "weights": mask, "mask": mask}
     made = {name: torch.tensor([float(v) for v in value]) * on for name, value in values.items()}
@@ -93,7 +94,7 @@ def test_golden(name: str, run: Runner) -> None:
     torch.testing.assert_close(grad, torch.tensor(case["grad"]), atol=1e-6, rtol=0)
 
 
-def test_golden_shares_of_what_is_masked() -> None:
+def test_golden_shares_of_masked_tokens() -> None:
     for name in ("prime_dppo_kl_pos", "prime_dppo_kl_neg", "prime_ipo_pos", "prime_ipo_neg"):
         case, loss = GOLDEN["cases"][name], CASES[name[:-4]]
         _, metrics = interpreted(loss, torch.tensor(LP), given(loss, case["adv"]))
@@ -101,7 +102,7 @@ def test_golden_shares_of_what_is_masked() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25, 1e-3])
-def test_what_a_traced_loss_tells_is_of_its_tokens_whatever_the_loop_divides_by(weight: float) -> None:
+def test_metrics_of_a_traced_loss_are_means_over_its_tokens_whatever_the_loop_divides_by(weight: float) -> None:
     loss = losses.icepop(old=True)
     inputs = given(loss, 1.0)
     _, metrics = interpreted(loss, torch.tensor(LP), {**inputs, "mask": inputs["mask"] * weight})
@@ -113,12 +114,12 @@ def test_what_a_traced_loss_tells_is_of_its_tokens_whatever_the_loop_divides_by(
 
 
 @pytest.mark.parametrize(("tokens", "kl"), [(0.0, 0.0), (1.0, 0.5), (4.0, 0.125)])
-def test_where_nothing_was_trained_its_mean_is_its_sum(tokens: float, kl: float) -> None:
+def test_metrics_are_means_over_their_tokens_and_0_without_any(tokens: float, kl: float) -> None:
     told = numbers({"custom/mismatch_kl:sum": 0.5 * bool(tokens), "custom/tokens:sum": tokens, "tokens:sum": 9.0})
     assert told == {"mismatch_kl": kl, "tokens": tokens}
 
 
-def test_the_kl_of_ratios_near_1_is_no_rounding() -> None:
+def test_the_kl_of_ratios_near_1_is_not_lost_to_rounding() -> None:
     loss, lp = losses.ppo_clip(), -torch.linspace(0.5, 3.0, 50)
     q = lp + 1e-4 * torch.linspace(-1, 1, 50)
     _, metrics = interpreted(loss, lp, {"q": q, "advantages": torch.ones(50), "mask": torch.ones(50)})
@@ -140,7 +141,7 @@ def test_the_kl_of_ratios_near_1_is_no_rounding() -> None:
     ids=lambda given: getattr(given, "name", given),
 )
 def test_a_token_that_is_masked_has_no_ratio_however_large_it_is(loss: Loss, advantage: float, pull: float) -> None:
-    """exp overflows from 88.7 on, and 0 times infinity would be the gradient of the whole batch."""
+    """exp overflows from 88.7 on, and 0 times infinity would make the gradient of the whole batch NaN."""
     given = {"q": -1000.0, "old": -1.0, "advantages": advantage, "mask": 1.0}
     inputs = {name: torch.tensor([given[name], {"q": -1.0}.get(name, given[name])]) for name in loss.reads}
     _, grad = gradient(interpreted, loss, [-1.0, -1.0], inputs)
@@ -152,7 +153,7 @@ def test_a_token_that_is_masked_has_no_ratio_however_large_it_is(loss: Loss, adv
     [(losses.icepop(old=True), -1.0), (losses.icepop(old=True), -400.0), (losses.areal(old=True), -400.0)],
 )
 def test_a_token_that_is_masked_may_have_moved_by_any_ratio(loss: Loss, q: float) -> None:
-    """Its weight is 0, and where A < 0 nothing bounds what the steps have done."""
+    """Its weight is 0; for A < 0 nothing bounds how far the steps have moved it."""
     given = {"q": [q, -1.0], "old": [-200.0, -1.0], "advantages": [-1.0, -1.0], "mask": [1.0, 1.0]}
     value, grad = gradient(interpreted, loss, [-1.0, -1.0], {name: torch.tensor(given[name]) for name in loss.reads})
     assert value == pytest.approx(1.0)
@@ -161,7 +162,7 @@ def test_a_token_that_is_masked_may_have_moved_by_any_ratio(loss: Loss, q: float
 
 @pytest.mark.parametrize("loss", [losses.tis(old=True), losses.areal(old=True), losses.icepop(low=0.0, old=True)])
 def test_a_weight_may_be_as_small_as_the_ratio_is_large(loss: Loss) -> None:
-    """Together they are 1; in float32 one is 0 and the other infinite."""
+    """Their product is 1, but in float32 one is 0 and the other infinite."""
     given = {"q": -1.0, "old": -200.0, "advantages": -1.0, "mask": 1.0}
     value, grad = gradient(interpreted, loss, [-1.0], {name: torch.tensor([given[name]]) for name in loss.reads})
     assert [value, *grad.tolist()] == pytest.approx([1.0, 1.0])
@@ -185,7 +186,7 @@ def test_a_weight_may_be_as_small_as_the_ratio_is_large(loss: Loss) -> None:
     ids=lambda given: getattr(given, "name", given),
 )
 def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss: Loss, advantage: float) -> None:
-    """As in the server's own losses; and the reported metrics are numbers."""
+    """So it is in the server's own losses; and the reported metrics are finite."""
     given = {"q": -200.0, "old": -200.0, "advantages": advantage, "mask": 1.0}
     inputs = {name: torch.tensor([given[name]] * 2) for name in loss.reads}
     value, grad = gradient(interpreted, loss, [-1.0, -2.0], inputs)
@@ -196,7 +197,7 @@ def test_a_ratio_beyond_float32_that_is_clipped_has_no_gradient(loss: Loss, adva
 
 
 @pytest.mark.parametrize("name", [name for name, loss in CASES.items() if loss.fn is not None])
-def test_a_datum_of_which_nothing_was_drawn_has_no_loss(name: str) -> None:
+def test_a_datum_without_drawn_tokens_has_no_loss(name: str) -> None:
     value, grad = gradient(plain, CASES[name], LP, given(CASES[name], 1.0, [0.0] * len(LP)))
     assert value == 0
     assert not grad.any()
@@ -227,7 +228,7 @@ def test_areal_is_ppo_on_the_proximal_policy_times_its_weight(run: Runner, advan
 
 @pytest.mark.parametrize(("advantage", "tau"), [(1.0, 1.0), (-0.5, 1.05)])
 def test_sapo_closed_form(advantage: float, tau: float) -> None:
-    """At r = 1: loss -(2 / tau) A, gradient -A; far away the gradient dies by itself."""
+    """At r = 1 the loss is -(2 / tau) A and the gradient -A; far from 1 the gradient vanishes without clipping."""
     loss = losses.sapo(old=True)
     values = zip(loss.reads, (-1.0, -1.0, advantage, 1.0), strict=True)
     inputs = {name: torch.tensor([value] * 2) for name, value in values}
@@ -263,7 +264,7 @@ def test_a_dual_clip_bounds_what_an_unwanted_token_costs(advantage: float, log_r
 
 @pytest.mark.parametrize(("log_rho", "ratio"), [(1.0, 1.0), (-1.0, -1.0), (2.1, None), (-2.1, None), (12.0, 10.0)])
 def test_a_sequence_has_one_ratio_of_which_each_token_takes_its_share(log_rho: float, ratio: float | None) -> None:
-    """None where it is out of bounds; it counts as exp(10) at most."""
+    """`ratio` is the logarithm that counts, at most 10; None means that the sequence is out of bounds."""
     loss = losses.intellect3(high=math.inf if log_rho > 10 else 8.0, level="sequence")
     inputs = {"q": [-20.0, -1.0, -9.0], "advantages": [0.5] * 3, "mask": [1.0, 1.0, 0.0]}
     tensors = {name: torch.tensor(values) for name, values in inputs.items()}
@@ -284,8 +285,8 @@ def test_a_sequence_has_one_ratio_of_which_each_token_takes_its_share(log_rho: f
     ],
     ids=lambda given: getattr(given, "name", given),
 )
-def test_what_a_loss_leaves_out_by_itself(loss: Loss, low: float | None, high: float) -> None:
-    """Its token is masked beyond the bounds of the code that it comes from, and not before."""
+def test_a_loss_masks_tokens_beyond_its_own_bounds(loss: Loss, low: float | None, high: float) -> None:
+    """Its one token is masked just beyond the bounds of the code that the loss comes from, and not just within them."""
 
     def masked(ratio: float) -> float:
         lp = -9.0 + math.log(ratio)
@@ -300,7 +301,7 @@ def test_what_a_loss_leaves_out_by_itself(loss: Loss, low: float | None, high: f
 
 @pytest.mark.parametrize(("probability", "masked"), [(0.75, [0, 0, 1]), (0.65, [0] * 3), (0.25, [1, 1, 0])])
 def test_dppo_masks_what_has_moved_far_in_its_advantages_direction(probability: float, masked: list[int]) -> None:
-    """From 0.5. No advantage counts as a negative one."""
+    """The token had a probability of 0.5. An advantage of 0 counts as a negative one."""
     for advantage, wanted in zip((-0.5, 0.0, 0.5), masked, strict=True):
         inputs = {"q": math.log(0.5), "advantages": advantage, "mask": 1.0}
         tensors = {name: torch.tensor([value]) for name, value in inputs.items()}
@@ -359,7 +360,7 @@ def test_components_add_up() -> None:
 
 
 class OneDatum:
-    """Stands for a run: the results for one datum that a loss has made and sends, at LP."""
+    """Replaces a run: computes the one datum that a loss has made and sends, with logprobs LP."""
 
     def __init__(self, fn: Callable[..., Any] | None) -> None:
         self.fn = fn
@@ -395,7 +396,7 @@ def sent(loss: Loss, weight: float) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*CASES, "stable_reinforce", "stable_reinforce_kl1", "mixed"])
 def test_the_weight_of_a_datum_scales_it(name: str) -> None:
-    """All of it: also what has no advantage as a factor, the pull of a quadratic term towards the sampler."""
+    """Also the terms without the factor A: the pull of a quadratic term towards the sampler."""
     more = {
         "stable_reinforce": losses.stable_reinforce(),
         "stable_reinforce_kl1": losses.stable_reinforce(kl_coeff=1.0),
@@ -409,7 +410,7 @@ def test_the_weight_of_a_datum_scales_it(name: str) -> None:
 
 
 class Asked:
-    """Stands for a run: notes what the server is asked to compute."""
+    """Replaces a run: notes what the server is asked to compute."""
 
     def forward_backward(self, data: list[Datum], name: str, config: dict[str, float]) -> tuple[str, dict[str, float]]:
         return name, config

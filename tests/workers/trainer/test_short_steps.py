@@ -27,7 +27,7 @@ def sections(step: Step | DimuonStep) -> list[torch.Tensor]:
 
 
 def some_adams(decoder: Decoder) -> tuple[list[Step], Callable[[], object]]:
-    """Of two groups; the gradient of the last is so large that its norm needs float64."""
+    """Steps of AdamW in two groups; the last gradient is so large that its norm needs float64."""
     settings = (Adam(1e-2, grad_clip_norm=0.5), Adam(1e-3, beta1=0.5), Adam(1e-2, grad_clip_norm=1.0))
     steps = []
     for seed, (adam, scale) in enumerate(zip(settings, (1, 1, 1e25), strict=True)):
@@ -80,7 +80,7 @@ def steps_of(bench: Bench) -> list[TrainOp]:
 
 
 def waiting(bench: Bench, ops: Sequence[TrainOp], done: dict[str, Done]) -> list[TrainOp]:
-    """Operations that are to come again, each with its run as it was."""
+    """The operations that must come again; checks that the run of each is as it was."""
     assert all(each.failure is None for each in done.values())
     left = [op for op in ops if op.op_id not in done]
     aside = [message for message in bench.sent if isinstance(message, SetAside)]
@@ -110,7 +110,7 @@ def test_however_short_of_memory_every_run_steps_once(make_bench: Callable[..., 
 
 
 class Scratch:
-    """Memory for a step of at most so many runs in one call, while at most so many are in memory."""
+    """Memory for steps of at most so many runs in one call, while at most so many runs are in memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bench: Bench, error: Exception = ERRORS[0]) -> None:
         self.runs = self.here = 99
@@ -177,7 +177,7 @@ def test_a_run_whose_step_finds_no_memory_waits_and_a_replay_is_rebuilt(
 
 @pytest.mark.parametrize(("run_id", "name"), [("a", "aten::_fused_adamw_"), ("e", "aten::sub_")])
 def test_what_fails_as_runs_are_changed_is_not_tried_again(bench: Bench, run_id: str, name: str) -> None:
-    """Also if it calls itself a lack of memory, as a kernel does that finds no room as it is launched."""
+    """Also if the error says that memory is short, like that of a kernel that finds none at its launch."""
     with_gradients(bench)
     with (
         Failing(name, RuntimeError("CUDA error: out of memory")),

@@ -1,4 +1,4 @@
-"""Adapters as arenas and as folders."""
+"""Adapters in memory (arenas) and on disk (folders): their shapes, sizes, first values and exact round trips."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_arena_is_aligned_and_its_views_do_not_overlap() -> None:
         Adapter.zeros(AdapterShape(TINY, 3, train_mlp=False)).view("layers.1.mlp.gate_B")
 
 
-def test_what_every_token_passes_beside_its_experts_has_factors_too() -> None:
+def test_shared_experts_and_latents_have_factors_too() -> None:
     config = replace(TINY, shared_intermediate_size=6, expert_latent=5)
     at = "layers.1.mlp."
     shapes = {name.removeprefix(at): slot.shape for name, slot in AdapterShape(config, 3).slots.items() if at in name}

@@ -21,7 +21,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def trained(folder: Path, save_embedding_layers: bool | str = "auto", **how: Any) -> None:
-    """Of qwen3, as PEFT saves it; no factor is what it began with."""
+    """An adapter of qwen3 as PEFT saves it; every factor has moved from its first value."""
     model = get_peft_model(
         reference("qwen3"), LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ATTENTION, **how})
     )
@@ -33,7 +33,7 @@ def trained(folder: Path, save_embedding_layers: bool | str = "auto", **how: Any
 
 
 @pytest.mark.parametrize("begun", [True, False, "gaussian", "orthogonal"])
-def test_however_it_began_it_is_what_peft_says_if_the_base_is_as_it_was(tmp_path: Path, begun: bool | str) -> None:
+def test_an_adapter_of_any_start_that_keeps_the_base_computes_as_in_peft(tmp_path: Path, begun: bool | str) -> None:
     decoder = ours(reference("qwen3"), tmp_path / "model")
     trained(tmp_path / "theirs", init_lora_weights=begun)
     (tmp_path / "ours").mkdir()
@@ -54,15 +54,15 @@ def test_however_it_began_it_is_what_peft_says_if_the_base_is_as_it_was(tmp_path
     ids=str,
 )
 def test_what_computes_something_else_in_peft_is_refused(tmp_path: Path, how: dict[str, Any], says: str) -> None:
-    """Its tensors look like any others': it was imported, and gave other numbers than in PEFT."""
+    """Their tensors look like plain LoRA's: imported as that, they would give other numbers than in PEFT."""
     decoder = ours(reference("qwen3"), tmp_path / "model")
     trained(tmp_path / "theirs", **{"task_type": "CAUSAL_LM", **how})
     with pytest.raises(CannotImport, match=says):
         read_adapter(tmp_path / "theirs", decoder.config)
 
 
-def test_a_field_of_its_configuration_that_cannot_be_is_named(tmp_path: Path) -> None:
-    """Not taken for a scale by which every output would be NaN, and no traceback."""
+def test_an_impossible_field_of_the_configuration_is_named(tmp_path: Path) -> None:
+    """The user reads which field it is: no scale that makes every output NaN, and no traceback."""
     decoder = ours(reference("qwen3"), tmp_path / "model")
     trained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "adapter_config.json"
@@ -94,8 +94,8 @@ def test_a_field_of_its_configuration_that_cannot_be_is_named(tmp_path: Path) ->
         read_adapter(tmp_path / "theirs", decoder.config)
 
 
-def test_a_trained_head_is_imported_or_it_is_said_how(tmp_path: Path) -> None:
-    """PEFT saves the base's head beside the factors, unless it is told not to."""
+def test_a_trained_head_is_imported_if_saved_without_the_bases(tmp_path: Path) -> None:
+    """By default PEFT saves the base's head beside the factors; the refusal says how to save without it."""
     decoder = ours(reference("qwen3"), tmp_path / "model")
     trained(tmp_path / "both", target_modules=[*ATTENTION, "lm_head"])
     with pytest.raises(CannotImport, match="save_embedding_layers=False"):

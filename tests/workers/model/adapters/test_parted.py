@@ -1,5 +1,5 @@
-"""Linears of which parts have a pair of factors each, as Tinker trains them: Mamba-2's `in_proj`, Qwen3.5's
-`in_proj_qkv`. They come and go in both layouts, and so does what stock PEFT trains in their place."""
+"""Linears whose parts have a pair of factors each, as Tinker trains them: Mamba-2's `in_proj`, Qwen3.5's
+`in_proj_qkv`. They are imported and exported in both layouts, and so is the one pair that stock PEFT trains instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STOCK = ["in_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def test_what_stock_peft_trains_of_nemotron_comes_and_goes(tmp_path: Path) -> None:
-    """One pair for the whole of `in_proj`, and none for `out_proj`, which it refuses."""
+    """PEFT trains one pair for the whole of `in_proj`, and none for `out_proj`, which it refuses."""
     decoder = ours(reference("nemotron-h"), tmp_path / "model")
     config = LoraConfig(r=3, lora_alpha=6, target_modules=STOCK, init_lora_weights=False)
     theirs = get_peft_model(reference("nemotron-h"), config).eval()
@@ -48,7 +48,7 @@ def test_what_stock_peft_trains_of_nemotron_comes_and_goes(tmp_path: Path) -> No
     torch.testing.assert_close(their_logprobs(back, decoder), wanted, atol=0, rtol=0)
 
 
-def test_of_nemotrons_in_proj_twice_the_rank_is_for_two_parts(tmp_path: Path) -> None:
+def test_in_proj_of_nemotron_has_twice_the_rank_for_its_two_parts(tmp_path: Path) -> None:
     decoder = ours(reference("nemotron-h"), tmp_path / "model")
     adapter = random_adapter(decoder, 4, 6)
     folder = peft_folder(export(adapter, tmp_path / "export"))
@@ -61,7 +61,7 @@ def test_of_nemotrons_in_proj_twice_the_rank_is_for_two_parts(tmp_path: Path) ->
     key = "base_model.model.model.layers.0.mixer.in_proj.lora_B.weight"
     assert tensors[key].shape == (6 * 16 + (6 * 16 + 2 * 2 * 24) + 6, 8)
     assert not read_adapter(folder, decoder.config).shape.whole
-    tensors[key][-1, 0] = 1.0  # of the steps
+    tensors[key][-1, 0] = 1.0  # a row of the steps
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(CannotImport, match="in_proj: of another rank, it must be of 2 parts with 4 columns each alone"):
         read_adapter(folder, decoder.config)
@@ -73,8 +73,8 @@ def test_of_nemotrons_in_proj_twice_the_rank_is_for_two_parts(tmp_path: Path) ->
         read_adapter(folder, decoder.config)
 
 
-#: Names and shapes of an archive of Tinker's, as its cookbook merges them (weights/_merge_qwen3_5.py): of the delta
-#: rule's layer 0, with 2 key heads of 16, 4 value heads of 24 and 64 hidden numbers, and of attention's layer 1.
+#: Names and shapes in an archive of Tinker's, as its cookbook merges them (weights/_merge_qwen3_5.py): layer 0 is a
+#: delta rule with 2 key heads of 16, 4 value heads of 24 and a hidden size of 64; layer 1 is attention.
 QWEN3_5_ARCHIVE = {
     "model.layers.0.linear_attn.in_proj_q": (32, 64),
     "model.layers.0.linear_attn.in_proj_k": (32, 64),
@@ -125,7 +125,7 @@ def test_an_archive_of_qwen3_5_that_tinker_made_is_imported(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("also", [[], ["in_proj_b", "in_proj_a"]], ids=["usual", "all four"])
 def test_what_stock_peft_trains_of_a_delta_rule_comes_and_goes(also: list[str], tmp_path: Path) -> None:
-    """A pair for the whole of `in_proj_qkv`, of the usual rank; also beside experts that share factors."""
+    """PEFT trains one pair of the usual rank for the whole of `in_proj_qkv`; also beside experts that share factors."""
     decoder = ours(reference("qwen3.5-moe"), tmp_path / "model")
     modules = [*STOCK[1:], "in_proj_qkv", "in_proj_z", "out_proj", *also]
     config = LoraConfig(r=3, lora_alpha=6, target_modules=modules, init_lora_weights=False)
@@ -143,7 +143,7 @@ def test_what_stock_peft_trains_of_a_delta_rule_comes_and_goes(also: list[str], 
     assert all(torch.equal(x, after[key]) for key, x in before.items())
 
 
-def test_of_a_delta_rules_in_proj_qkv_three_times_the_rank_is_for_three_parts(tmp_path: Path) -> None:
+def test_in_proj_qkv_of_a_delta_rule_has_three_times_the_rank_for_its_three_parts(tmp_path: Path) -> None:
     decoder = ours(reference("qwen3.5"), tmp_path / "model")
     folder = peft_folder(export(random_adapter(decoder, 4, 6, train_unembed=False), tmp_path / "export"))
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -151,7 +151,7 @@ def test_of_a_delta_rules_in_proj_qkv_three_times_the_rank_is_for_three_parts(tm
     tensors = load_file(folder / "adapter_model.safetensors")
     key = "base_model.model.model.layers.0.linear_attn.in_proj_qkv.lora_B.weight"
     assert tensors[key].shape == (2 * 32 + 96, 12)
-    tensors[key][-1, 0] = 1.0  # of queries, to values
+    tensors[key][-1, 0] = 1.0  # from a factor of the queries to the values
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(
         CannotImport, match="in_proj_qkv: of another rank, it must be of 3 parts with 4 columns each alone"

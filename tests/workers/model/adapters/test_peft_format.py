@@ -1,4 +1,4 @@
-"""Exports: what other tools compute from them, and that they come back bit for bit."""
+"""Exports: other tools compute from them what we do, and importing them again gives the same bits."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str
     merged = load_file(tmp_path / "model" / "model.safetensors")
     used = set()
     for name in merged:
-        row = 0  # of parts of a linear, the first has its first outputs, and so on
+        row = 0  # the parts of a linear follow one another in its outputs
         for key, expert in keys_of(name.removesuffix(".weight"), layout):
             a, b = (factors.get(f"base_model.model.{key}.lora_{x}.weight") for x in "AB")
             if a is not None and b is not None:
@@ -89,8 +89,8 @@ def test_merging_an_export_by_hand_gives_the_same_model(family: str, layout: str
 
 
 def keys_of(module: str, layout: str) -> list[tuple[str, int]]:
-    """The module's names in a layout, as the cookbook maps them, with the index of the expert; of parts of Mamba-2's
-    `in_proj` and a delta rule's `in_proj_qkv`, each."""
+    """The names of a module in a layout, as the cookbook maps them, each with the index of the expert. Mamba-2's
+    `in_proj` and a delta rule's `in_proj_qkv` have a name for each part."""
     if layout == "peft":
         return [(module.replace("backbone.", "model."), 0)]
     if module.endswith("mixer.in_proj"):
@@ -166,7 +166,10 @@ def pair(module: str, inputs: int = 8) -> dict[str, Any]:
         ({KEY.format(0, "up", "B"): None}, "missing"),
         ({KEY.format(0, "down", "A"): None, KEY.format(1, "down", "A"): None}, "alone"),
         (pair("embed_tokens"), "embed_tokens is not one that can be trained here"),
-        (pair("layers.0.self_attn.kv_b_proj"), "kv_b_proj is"),  # of latent attention: frozen from latents to heads
+        (
+            pair("layers.0.self_attn.kv_b_proj"),
+            "kv_b_proj is",
+        ),  # latent attention: the product from latents to heads is frozen
         (pair("layers.0.self_attn.q_proj"), r"layers\.0\.self_attn: has q_proj, needs q_proj"),
         ({"model.layers.0.bias": np.ones(2, np.float32)}, "no LoRA factor"),
         (
@@ -200,7 +203,7 @@ def test_experts_that_share_some_outer_factors_and_not_others_keep_them_all() ->
 
 
 def in_tinkers_layout(outer: tuple[int, ...], *, last: float) -> dict[str, Any]:
-    """Two experts; `outer` is the shape of what they read by, `last` is in the second's down_B."""
+    """Two experts; `outer` is the shape of the factor A of their inputs, `last` a number in the second's down_B."""
     at = "base_model.model.model.layers.0.mlp.experts"
     factors = [f"{at}.{w}.lora_{x}.weight" for w in ("w1", "w2", "w3") for x in "AB"]
     found = {key: np.ones((2, 2, 8) if "_A" in key else (2, 8, 2), np.float32) for key in factors}
@@ -218,7 +221,7 @@ def test_outer_factors_of_another_number_of_experts_are_refused(outer: tuple[int
 
 
 def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> None:
-    """As other tools train them; layers whose factors happen to agree included."""
+    """Other tools train them so; layers whose factors happen to agree are no exception."""
     decoder = ours(reference("moe"), tmp_path / "model")
     adapter = random_adapter(decoder, 4, 6, shared=False)
     adapter.view("layers.0.mlp.each_gate_up_A").zero_()
@@ -231,7 +234,7 @@ def test_experts_that_share_nothing_keep_their_own_factors(tmp_path: Path) -> No
 
 
 def test_an_adapter_with_either_names_of_mixtrals_experts_is_read(tmp_path: Path) -> None:
-    """Exports have those of its checkpoints, which PEFT and vLLM know; before, they had those of transformers 5."""
+    """Exports have its checkpoints' names, which PEFT and vLLM know; older exports have those of transformers 5."""
     decoder = ours(reference("mixtral"), tmp_path / "model")
     adapter = random_adapter(decoder, 4, 6)
     folder = peft_folder(export(adapter, tmp_path / "export"))
@@ -251,10 +254,10 @@ def test_an_adapter_with_either_names_of_mixtrals_experts_is_read(tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["qwen3-tied", "llama-tied", "qwen2"])
-def test_merged_as_a_downloads_readme_says_it_is_the_same_model_where_the_unembedding_is_tied(
+def test_merging_by_the_downloads_readme_gives_the_same_model_with_a_tied_unembedding(
     family: str, tmp_path: Path
 ) -> None:
-    """Else the embedding would change, too."""
+    """The README unties it first; otherwise merging would change the embedding too."""
     base = reference(family)
     decoder = ours(base, tmp_path / "model")
     adapter = random_adapter(decoder, RANK, 4)
@@ -268,7 +271,7 @@ def test_merged_as_a_downloads_readme_says_it_is_the_same_model_where_the_unembe
 
 @pytest.mark.parametrize("family", ["moe", "mixtral", "olmoe"])
 def test_stock_peft_reads_an_export_with_experts_whole(family: str, tmp_path: Path) -> None:
-    """Of families that have nothing but experts in their MLPs."""
+    """Families whose MLPs are experts alone."""
     model = reference(family)
     decoder = ours(model, tmp_path / "model")
     adapter = random_adapter(decoder, RANK, 4)
@@ -288,7 +291,7 @@ def test_stock_peft_reads_an_export_with_experts_whole(family: str, tmp_path: Pa
 def test_stock_peft_drops_what_a_downloads_readme_says_and_nothing_else(
     family: str, experts: bool, trained: dict[str, bool], tmp_path: Path
 ) -> None:
-    """The experts, or what is beside them: dense layers and shared experts."""
+    """It drops the experts, or else the dense layers and shared experts beside them."""
     base = reference(family)
     decoder = ours(base, tmp_path / "model")
     adapter = random_adapter(decoder, RANK, 4, **trained)

@@ -1,4 +1,4 @@
-"""A disk that takes no more, for real: files may not grow beyond a limit of the process."""
+"""A full disk, for real: a limit of the process ends how far files may grow."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def encrypted(folder: Path) -> None:
 
 @pytest.mark.parametrize("size_bytes", [1000, 10_000, 1_000_000])
 @pytest.mark.parametrize("write", [torch_file, numpy_file, encrypted])
-def test_what_the_disk_says_is_an_error_of_the_disk(
+def test_a_full_disk_is_an_error_of_the_disk_not_of_the_library(
     write: Callable[[Path], None], tmp_path: Path, size_bytes: int
 ) -> None:
-    """Also when it is only the end of a file that does not fit."""
+    """Also if only the end of a file does not fit."""
     (tmp_path / "plain").write_bytes(bytes(size_bytes))
     with files_of_at_most(min(size_bytes, 5000)), pytest.raises(OSError, match="File too large") as caught:
         write(tmp_path)

@@ -1,6 +1,6 @@
-"""Memory as `workers.model.base.cuda_memory` has it, of files: a holder of weights without a GPU. Each `room` is a
-file in the folder HOLDER_TEST; a file there called die or full makes the next one a death, or memory that is not
-there yet; closed, that none is opened; unshared, that none is shared."""
+"""Replaces `workers.model.base.cuda_memory` by files, for a holder of weights without a GPU. Each `room` is a file in
+the folder HOLDER_TEST. Files there steer it: with `die` the next room kills the process, with `full` it finds no
+memory; with `closed` no room can be opened, with `unshared` none can be shared."""
 
 from __future__ import annotations
 

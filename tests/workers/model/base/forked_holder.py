@@ -1,4 +1,4 @@
-"""A process that was forked forks its holder of weights too: all is imported already."""
+"""Forks the holder of weights of a process that was itself forked: everything is imported already."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from workers.model.base import holder
 
 
 class ForkedHolder(ForkedChild):
-    """For the holder's `subprocess.Popen`."""
+    """Replaces `subprocess.Popen` for a holder."""
 
     def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **others: Any) -> None:
         super().__init__(lambda: leave(holder.main(command[-2:])), env, *sorted(pass_fds), stays=True)
 
 
 def fork_holders(memory: str) -> None:
-    """Of a CPU's weights, in `memory`."""
+    """Have holders forked from now on; they keep a CPU's weights in `memory`."""
     holder.MEMORY["cpu"] = memory
     holder.subprocess = SimpleNamespace(Popen=ForkedHolder)  # type: ignore[assignment, attr-defined]

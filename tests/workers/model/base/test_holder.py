@@ -1,5 +1,5 @@
 """The process that holds a base's weights for all workers on a device: who loads, who may die, who is refused.
-Everything but the memory is what runs on a GPU (`file_memory.py`); the tests at the end are of a GPU's."""
+Everything but the memory (`file_memory.py`) is the code that runs on a GPU; the tests at the end need one."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ CPU = ModelDevice(torch.device("cpu"), torch.float32)
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where sockets and rooms are. No holder is left behind it."""
+    """The folder of sockets and rooms. No holder outlives the test."""
     found = tmp_path / "base"
     found.mkdir()
     monkeypatch.setenv("HOLDER_TEST", str(found))
     monkeypatch.setitem(holder.MEMORY, "cpu", FILES)
-    monkeypatch.setattr(holder, "_end", lambda: None)  # of the process of the tests
+    monkeypatch.setattr(holder, "_end", lambda: None)  # it would end the tests' own process
     yield found
     for pid in holders(found):
         os.kill(pid, signal.SIGKILL)
 
 
 def rooms(folder: Path) -> int:
-    """How many times weights were loaded."""
+    """The number of times that weights were loaded."""
     return len(list(folder.glob("room-*")))
 
 
 def holders(folder: Path) -> list[int]:
-    """Processes that have a lock of the folder open and are no test."""
+    """The processes, other than tests, that have a lock of the folder open."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -89,7 +89,7 @@ sys.stdin.read()
 
 
 class Client:
-    """A worker, as far as its weights go."""
+    """A worker that only gets its weights."""
 
     def __init__(self, folder: Path, model: Path = TINY_PATH, dtype: str = "float32") -> None:
         self.process: Forked | subprocess.Popen[str] = Forked("-c", CLIENT, str(model), str(folder), dtype)
@@ -128,7 +128,7 @@ def test_one_loads_for_all_who_come_at_once_and_the_death_of_any_leaves_it_to_th
     (pid,) = holders(folder)
     first = next(client for client, (how, _) in zip(clients, said, strict=True) if how == "loaded")
     first.kill()
-    os.kill(pid, signal.SIGTERM)  # of whoever stops the service: it stays for those who drain
+    os.kill(pid, signal.SIGTERM)  # sent to all processes of a stopping service: it stays for workers that drain
     remove_unused(folder)
     again = Client(folder)
     assert again.said() == ("opened", total)
@@ -157,7 +157,7 @@ def test_a_holder_that_dies_ends_its_workers_and_the_next_starts_another(folder:
 
 @pytest.mark.parametrize("trouble", ["die", "full"])
 def test_a_holder_that_dies_while_it_loads_or_waits_for_memory(folder: Path, trouble: str) -> None:
-    """Of those who wait for it, one starts another; memory of a process that is just ending is waited for."""
+    """One of the workers that wait for it starts another; memory of a process that is just ending is waited for."""
     (folder / trouble).touch()
     clients = [Client(folder) for _ in range(3)]
     assert sorted(client.said()[0] for client in clients) == ["loaded", "opened", "opened"]
@@ -182,8 +182,8 @@ def test_unused_holders_leave_and_take_everything_along(folder: Path) -> None:
     until(lambda: remove_unused(folder) or not any(own.iterdir()))  # its lock goes when the kernel has let go of it
 
 
-def test_who_comes_later_cannot_end_the_holder_for_the_others(folder: Path) -> None:
-    """Were memory shared anew for each, one for whom that fails would."""
+def test_a_later_worker_cannot_end_the_holder_for_the_others(folder: Path) -> None:
+    """If memory were shared anew for each worker, one for which that fails would end it."""
     client = Client(folder)
     client.said()
     (folder / "unshared").touch()
@@ -195,7 +195,7 @@ def test_who_comes_later_cannot_end_the_holder_for_the_others(folder: Path) -> N
 
 
 def test_the_memory_of_a_holder_is_free_for_whoever_it_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the time of grace, as they load a copy of their own."""
+    """Even within the time of grace, since those workers load a copy of their own."""
     client = Client(folder)
     client.said()
     (path,) = (folder / f"weft-{os.geteuid()}").glob("*.sock")
@@ -230,12 +230,12 @@ def test_a_holder_that_stays_is_not_waited_for(folder: Path) -> None:
 
 
 def used(path: Path, folder: Path) -> bool:
-    """Whether a holder has more connections than its listener."""
+    """Whether a holder has a connection besides its listener."""
     lines = Path("/proc/net/unix").read_text().splitlines()
     return sum(line.endswith(path.name) for line in lines) > 1
 
 
-def test_grace_is_for_whoever_starts_again(tmp_path: Path) -> None:
+def test_grace_lets_a_worker_that_starts_again_find_its_holder(tmp_path: Path) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(tmp_path / "s"))
     listener.listen()
@@ -276,7 +276,7 @@ def test_two_models_and_two_dtypes_have_a_holder_each(tmp_path: Path, folder: Pa
 
 
 def test_other_bytes_than_the_name_says_are_refused(tmp_path: Path, folder: Path) -> None:
-    """As when a checkpoint is replaced, or the server updated, while a worker starts."""
+    """For instance if a checkpoint is replaced, or the server updated, while a worker starts."""
     load = holder.Load.of(TINY_PATH, CPU, FILES)
     with pytest.raises(CannotShare, match="has changed since the worker looked"):
         holder.held(folder, msgspec.structs.replace(load, name="0" * 32))
@@ -296,7 +296,7 @@ def test_what_cannot_be_shared_is_a_copy_of_its_own_and_the_log_says_why(
     assert "invalid device context" in caplog.text
     assert 'with base_dir = "" it has one for each' in caplog.text
     assert torch.equal(decoder.embed, load_decoder(TINY_PATH).embed)
-    until(lambda: not holders(folder))  # its memory is wanted
+    until(lambda: not holders(folder))  # its memory is needed
     reference("llama").save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
@@ -349,7 +349,7 @@ on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), rea
 
 
 def logits(decoder: Decoder) -> torch.Tensor:
-    """Of a packed batch of two sequences, on the CPU."""
+    """The logits of a packed batch of two sequences, on the CPU."""
     tokens, positions = (each.to(decoder.device) for each in packed([7, 18], decoder.config.vocab_size))
     with torch.no_grad():
         return decoder.logits(decoder(tokens, positions, PackedAttend([7, 18]))).cpu()
@@ -373,7 +373,7 @@ class GpuClient(Client):
 def test_a_gpu_has_one_copy_whose_logits_are_the_cpus(
     tmp_path: Path, folder: Path, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Expandable segments in the workers: the holder allocates without."""
+    """The workers use expandable segments; the holder allocates without them."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     model, where = tmp_path / "model", ModelDevice(torch.device("cuda", 0), dtype)
     reference("moe").save_pretrained(model)
@@ -410,7 +410,7 @@ def test_a_gpus_memory_is_taken_once_and_given_back(tmp_path: Path, folder: Path
     second = GpuClient(folder, tmp_path / "model", "float32")
     assert second.said()[0] == "opened"
     assert weights < one
-    assert before - free() < one + weights // 2  # a context, and no weights
+    assert before - free() < one + weights // 2  # a context, but no weights
     first.kill()
     assert before - free() > weights
     third = GpuClient(folder, tmp_path / "model", "float32")

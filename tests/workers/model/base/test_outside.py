@@ -1,4 +1,4 @@
-"""Checkpoints from outside that are not as they should be: each is refused, and the file or the tensor is named."""
+"""Damaged checkpoints of others: each is refused, and the error names the file or the tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def saved(family: str, folder: Path) -> Tensors:
 
 
 def parted(folder: Path, tensors: Tensors, **weight_map: Any) -> None:
-    """In two shards, with an index that says so, but for `weight_map`."""
+    """A checkpoint in two shards, and its index without `weight_map`."""
     (folder / ONE).unlink()
     names = sorted(tensors)
     where = {name: f"{'ab'[n % 2]}.safetensors" for n, name in enumerate(names)}
@@ -150,18 +150,18 @@ FP4 = torch.zeros(2, 8, 3, 16, dtype=torch.uint8)
     "parts",
     [
         {"": FP8, "_scale_inv": torch.ones(1, 3)},
-        {"": FP8, "_scale_inv": torch.ones(4, 5)},  # of blocks of 64
+        {"": FP8, "_scale_inv": torch.ones(4, 5)},  # for blocks of 64
         {"": FP8, "_scale_inv": torch.ones(1)},
         {"_blocks": FP4, "_scales": torch.zeros(2, 8, 2, dtype=torch.uint8)},
         {"_blocks": FP4, "_scales": torch.zeros(3, 8, 3, dtype=torch.uint8)},
         {"_blocks": FP4[0], "_scales": torch.zeros(8, 3, dtype=torch.uint8)},
-        {"_packed": INT4, "_scale": torch.ones(8, 4), "_shape": torch.tensor([8, 64])},  # of groups of 16
+        {"_packed": INT4, "_scale": torch.ones(8, 4), "_shape": torch.tensor([8, 64])},  # for groups of 16
         {"_packed": INT4, "_scale": torch.ones(8, 2), "_shape": torch.tensor([8, 128])},
         {"_packed": INT4, "_scale": torch.ones(8, 2), "_shape": torch.tensor([64])},
     ],
 )
 def test_scales_of_other_blocks_are_refused(parts: Tensors, tmp_path: Path) -> None:
-    """Also where there are more of them than there are blocks: they would be read as if they were of the first ones."""
+    """Also if there are more of them than blocks: the first ones would be taken for the scales of the blocks."""
     save_file({f"w{part}": tensor.clone() for part, tensor in parts.items()}, tmp_path / "x.safetensors")
     stored = Stored([tmp_path / "x.safetensors"])
     with pytest.raises(ValueError, match=r"/x\.safetensors: tensor w cannot be read: "):

@@ -57,7 +57,7 @@ def test_the_parts_are_the_whole(family: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def one_of_two() -> Iterator[DeviceMesh]:
-    """The first rank of two, of which there is no other."""
+    """A process that is the first of two ranks; there is no second."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
@@ -65,7 +65,8 @@ def one_of_two() -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_no_more_than_two_layers_are_whole_at_a_time(tmp_path: Path, one_of_two: DeviceMesh, recompute: bool) -> None:
-    """One that is on its way counts. A backward finds the last two of the forward, and gathers the others again."""
+    """A layer that is still being gathered counts. A backward finds the forward's last two, and gathers the others
+    again."""
     config = replace(CONFIG, vocab_size=64, num_layers=5)
     model = load_sharded(save_toy(tmp_path / "toy", config), torch.float32, torch.device("cpu"), one_of_two)
     groups: list[Any] = [unit._get_fsdp_state()._fsdp_param_group for unit in units(model.decoder)[1:]]  # type: ignore[attr-defined]

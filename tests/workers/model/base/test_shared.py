@@ -48,7 +48,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def gradients(decoder: Decoder, rank: int = 3) -> list[torch.Tensor]:
-    """Log-probabilities of a batch of two tenants, and what they train."""
+    """Log-probabilities of a batch of two tenants, and the gradients of their adapters."""
     tokens, positions = packed([7, 18], decoder.config.vocab_size)
     adapters = [random_adapter(decoder, rank, seed) for seed in (1, 2)]
     grads = [adapter.zeros(adapter.shape) for adapter in adapters]
@@ -85,7 +85,7 @@ def test_shared_weights_have_the_bits_of_a_copy(family: str, dtype: torch.dtype,
     assert all(map(torch.equal, gradients(own), gradients(mapped)))
     leave_files(folder)
     assert files(folder) == []
-    torch.equal(own.embed, mapped.embed)  # what is mapped stays for whoever maps it
+    torch.equal(own.embed, mapped.embed)  # a removed file stays for those who have mapped it
 
 
 WRITE = """
@@ -134,7 +134,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path: 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="says of Linux's mounts")
 def test_a_base_takes_memory_only_where_it_lies_in_it() -> None:
-    """On a disk the kernel counts it as available already: counted again, a plan gave away memory that is not there."""
+    """The kernel already counts a file on a disk as available: counted twice, a plan would give away memory that is
+    not there."""
     for place, taken in (("/var/tmp", 0), ("/dev/shm", 1 << 30)):
         with tempfile.TemporaryDirectory(dir=place) as own:
             with (own_folder(Path(own)) / "base").open("wb") as file:
@@ -142,7 +143,9 @@ def test_a_base_takes_memory_only_where_it_lies_in_it() -> None:
             assert stored_bytes(Path(own)) == taken
 
 
-def test_no_room_is_said_and_costs_a_copy(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_the_worker_says_so_and_loads_a_copy(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(CannotShare, match=r"MiB free and the base takes 1,099,511,627,776; .* base_dir"):
         hold(folder, "x", 1 << 60, lambda descriptor: None)
     assert files(folder) == []
@@ -209,7 +212,7 @@ def test_a_file_of_a_killed_loader_is_filled_again_and_by_one_alone(folder: Path
 def test_of_two_that_find_a_file_incomplete_at_the_same_time_one_fills_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks are of a descriptor, so two threads are as two processes."""
+    """A lock belongs to a descriptor, so two threads behave like two processes."""
     both, lock, seen = threading.Barrier(2), fcntl.flock, threading.local()
 
     def flock(descriptor: int, how: int) -> None:
@@ -234,14 +237,14 @@ def test_of_two_that_find_a_file_incomplete_at_the_same_time_one_fills_it(
     leave_files(folder)
 
 
-#: What a worker on a CPU takes beyond its plan where torch was built for CUDA, whose libraries it loads all the same:
-#: torch 2.11 for CUDA 13, imported, has 127 MB of its own more than torch 2.13 for CPUs.
+#: What a worker on a CPU takes beyond its plan if torch was built for CUDA, whose libraries it loads even so: torch
+#: 2.11 for CUDA 13 takes 127 MB more when imported than torch 2.13 for CPUs.
 CUDA_LIBRARIES_BYTES = 160 << 20
 
 
 def memory_of(worker: Worker) -> tuple[int, int]:
-    """Proportional set size without libraries, and the size of these: what counts of a library as one process's changes
-    as others come and go, also those that are nobody's here."""
+    """The proportional set size without libraries, and the size of the libraries: a process's share of a library
+    changes as other processes come and go, even foreign ones."""
     own_kb, libraries_kb, library = 0, 0, False
     for line in Path(f"/proc/{worker.pid}/smaps").read_text().splitlines():
         first, value = line.split(maxsplit=2)[:2]
@@ -261,7 +264,7 @@ def without_libraries(worker: Worker) -> int:
 def test_trainer_and_generator_compute_with_the_file_s_bytes(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each as its process makes it: no weight is a copy."""
+    """Both are made as their processes make them, and no weight of theirs is a copy."""
     for process in (trainer_process, generator_process):
         monkeypatch.setattr(process, "probe", lambda decoder, findings: "together")
     where = ModelDevice(CPU, torch.float32)
@@ -281,7 +284,7 @@ def test_trainer_and_generator_compute_with_the_file_s_bytes(
 
 @pytest.mark.long  # 200 MB and five processes
 def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: Path) -> None:
-    """Real workers, of which the one that has loaded is killed."""
+    """With real workers, of which the one that has loaded is killed."""
     model = tmp_path / "model"
     weights = make_model(model, 200)
     host = Host(model, tmp_path / "data", str(folder))
@@ -301,7 +304,7 @@ def test_workers_take_one_copy_and_a_restart_reads_none(tmp_path: Path, folder: 
         assert again.read_bytes < 0.05 * weights
         assert host.train(again) == before
         assert host.sample(generator) == sampled
-        mapped = sum(map(without_libraries, (again, generator)))  # who has loaded keeps a part of what it read
+        mapped = sum(map(without_libraries, (again, generator)))  # the one that has loaded keeps a part of what it read
         assert 0.85 * weights < mapped - fixed < 1.15 * weights
         assert "mapped" in again.end()
         assert len(files(folder)) == 1

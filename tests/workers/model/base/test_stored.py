@@ -18,7 +18,7 @@ from workers.model.config import UnsupportedModel
 
 
 def packed(*shape: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Random MXFP4 of experts [E, O, I]: every byte there is, and scales from 2^-6 to 2^1."""
+    """Random MXFP4 weights of experts [E, O, I]: any byte may occur, and scales go from 2^-6 to 2^1."""
     generator = torch.Generator().manual_seed(seed)
     experts, out, inner = shape
     blocks = torch.randint(0, 256, (experts, out, inner // 32, 16), generator=generator, dtype=torch.uint8)
@@ -32,7 +32,7 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
 
 
 def test_fp8_is_each_block_times_its_scale() -> None:
-    """With blocks at the edges that are not whole."""
+    """Blocks at the edges may be smaller."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3, generator=generator) + 0.5
@@ -41,7 +41,7 @@ def test_fp8_is_each_block_times_its_scale() -> None:
 
 
 def test_a_checkpoint_of_mxfp4_loads_as_the_same_one_dequantised(tmp_path: Path) -> None:
-    """In shards that part blocks from their scales."""
+    """In shards that separate blocks from their scales."""
     model, plain = reference("gpt-oss"), tmp_path / "plain"
     ours(model, plain)
     tensors = load_file(plain / "model.safetensors")
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_block_fp8_loads_as_the_same_one_dequantised(
 
 
 def rows_are_those_of_the_whole(folder: Path) -> None:
-    """Whichever are read, within blocks too."""
+    """Any rows that are read are those of the whole tensor, also if they begin or end within a block."""
     stored = Stored(sorted(folder.glob("*.safetensors")))
     for name in stored.names():
         whole = stored.read(name)
@@ -103,8 +103,8 @@ def rows_are_those_of_the_whole(folder: Path) -> None:
 
 
 def test_a_checkpoint_of_int4_loads_as_the_same_one_dequantised(tmp_path: Path) -> None:
-    """Kimi-K2-Thinking: experts in groups of 32, four bits each, and the rest in bfloat16; and wrapped as Kimi-K2.5."""
-    model, plain = reference("deepseek", moe_intermediate_size=48), tmp_path / "plain"  # a group that is not whole
+    """As in Kimi-K2-Thinking: experts of four bits in groups of 32, the rest in bfloat16. Also wrapped as Kimi-K2.5."""
+    model, plain = reference("deepseek", moe_intermediate_size=48), tmp_path / "plain"  # the last group is smaller
     ours(model, plain)
     tensors = load_file(plain / "model.safetensors")
     packed_parts: dict[str, Tensor] = {}
@@ -148,7 +148,7 @@ def sharded(folder: Path, source: Path, method: dict[str, object], parts: list[d
 
 
 def seeing(folder: Path, source: Path, method: dict[str, object], parts: list[dict[str, Tensor]]) -> Path:
-    """The text model as moonshotai/Kimi-K2.5 has it, beside what it sees with."""
+    """The text model as it lies in moonshotai/Kimi-K2.5, beside a part for images."""
     renamed = [{f"language_model.{name}": tensor for name, tensor in part.items()} for part in parts]
     eyes = ["vision_tower.encoder.blocks.0.wqkv.weight", "vision_tower.patch_embed.pos_emb.weight"]
     renamed += [dict.fromkeys([*eyes, "mm_projector.proj.0.weight"], torch.zeros(2, 2))]

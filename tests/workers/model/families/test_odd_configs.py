@@ -1,5 +1,5 @@
-"""Every field of every family's config.json, set to what nobody should write there: it is read all the same, or refused
-by its name; nothing else is raised, and nothing takes long or much memory."""
+"""Every field of every family's config.json, set to values that nobody should write there: the config is read, or the
+field refused by its name; no other error is raised, and nothing takes long or much memory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_whatever_a_field_says_it_is_read_or_refused_by_name(model: str, tmp_pat
                 found = read_config("m", tmp_path)
             except UnsupportedModel as error:
                 problem = str(error).split("; supported:")[0]
-                # Of a description of quantised weights, what it describes is named.
+                # In a description of quantised weights, the error names the weights.
                 named = [name for name in path if name in (path[-1], "quantization_config") and name in problem]
                 assert named or path == ("text_config",), (path, value, problem)
             else:
@@ -91,8 +91,8 @@ def test_whatever_a_field_says_it_is_read_or_refused_by_name(model: str, tmp_pat
 
 
 @pytest.mark.parametrize("model", [model for model, config in CONFIGS.items() if "text_config" in config])
-def test_of_the_text_model_only_its_own_fields_speak(model: str, tmp_path: Path) -> None:
-    """Beside text_config libraries read none of them, and here they came before those within."""
+def test_fields_beside_text_config_are_not_read(model: str, tmp_path: Path) -> None:
+    """Libraries read a text model's fields only within text_config: from outside they would be another model's."""
     config, file = CONFIGS[model], tmp_path / "config.json"
     file.write_text(json.dumps(config))
     found = read_config("m", tmp_path)
@@ -108,9 +108,9 @@ def test_of_the_text_model_only_its_own_fields_speak(model: str, tmp_path: Path)
 
 @pytest.mark.parametrize("says", [False, None, 0])
 @pytest.mark.parametrize("model", CONFIGS)
-def test_a_model_that_sees_what_comes_is_refused(model: str, says: Any, tmp_path: Path) -> None:
-    """Libraries take all of these for attention in both directions, which embedding models have: no other field of
-    theirs says so, and this one changes what is computed when it is not set."""
+def test_attention_in_both_directions_is_refused(model: str, says: Any, tmp_path: Path) -> None:
+    """Libraries take each of these values for attention in both directions, which embedding models have. No other field
+    of such a model tells, and served with causal attention it would give other numbers."""
     config = CONFIGS[model]
     for field, refused in ((says, True), (True, False)):
         text = {"text_config": config["text_config"] | {"is_causal": field}} if "text_config" in config else {}
@@ -138,7 +138,8 @@ def test_what_ends_a_text_is_a_token_or_several(file: str, value: Any, tmp_path:
 @pytest.mark.parametrize("model", [name for name in CONFIGS if name.startswith(("Qwen3Next", "Qwen3_5"))])
 @pytest.mark.parametrize(("kind", "other"), [KINDS, KINDS[::-1]])
 def test_a_hybrid_has_layers_of_both_kinds(model: str, kind: str, other: str, tmp_path: Path) -> None:
-    """Without attention libraries compute nothing; here nothing was kept of a token: plan and cache divided by 0."""
+    """Without a layer of attention libraries compute nothing, and plan and cache would divide by the 0 bytes of a
+    token."""
     config = copy.deepcopy(CONFIGS[model])
     text = config.get("text_config", config)
     text["layer_types"] = [kind] * text["num_hidden_layers"]
@@ -155,7 +156,7 @@ def test_json_that_is_nested_without_end_is_no_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["Glm4MoeForCausalLM", "Qwen3NextForCausalLM", "BailingMoeV2ForCausalLM"])
 def test_a_share_of_the_head_that_is_null_is_not_the_familys(model: str, tmp_path: Path) -> None:
-    """Libraries turn the whole head then, and the family's share of it where the field is missing."""
+    """With null libraries turn the whole head; if the field is missing, the family's share of it."""
     (tmp_path / "config.json").write_text(json.dumps(changed(CONFIGS[model], ("partial_rotary_factor",), REMOVED)))
     assert read_config("m", tmp_path).rope.partial < 1
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[model] | {"partial_rotary_factor": None}))
@@ -166,7 +167,8 @@ def test_a_share_of_the_head_that_is_null_is_not_the_familys(model: str, tmp_pat
 
 
 def test_a_rope_that_is_said_twice_must_be_the_same(tmp_path: Path) -> None:
-    """YaRN added, as makers say, to what transformers 5 has written. That takes rope_scaling; here it was left out."""
+    """For instance YaRN as rope_scaling, as makers advise, beside the rope_parameters that transformers 5 wrote:
+    transformers takes rope_scaling, and a user would not notice if YaRN were left out."""
     plain, scaled = {"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "yarn", "factor": 4.0}
     for scaling, refused in ((scaled, True), (plain, False)):
         fields = CONFIGS["Qwen3ForCausalLM"] | {"rope_scaling": scaling, "rope_parameters": plain}

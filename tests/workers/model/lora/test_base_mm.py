@@ -43,7 +43,7 @@ def test_what_the_grouped_kernel_takes() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_graphs_hold_is_one_after_the_other(dtype: torch.dtype) -> None:
-    """Runs below and beyond a block, none, and widths that no block divides."""
+    """Runs shorter and longer than a block, an empty one, and widths that no block divides."""
     from workers.model.gpu.experts import expert_mm
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Adapters against autograd through merged weights and against peft; and the promise that groups are strangers."""
+"""Adapters against autograd through merged weights and against peft; and no group can change another's results."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def merged(model: Any, adapter: Adapter) -> dict[str, Tensor]:
 
 
 def _merge_delta(weights: dict[str, Tensor], v: dict[str, Tensor], at: str, r: int, s: float) -> None:
-    """The same for a layer with a gated delta rule: `v` its factors."""
+    """Merge the factors `v` into a layer with a gated delta rule."""
     before = "whole_" if "whole_in_A" in v else ""
     kinds = (("qkvz", "ba"), ("q", "k", "v", "z"), ("qkv", "z", "b", "a"))
     names = next(names for names in kinds if f"{before}{names[0]}_B" in v)
@@ -120,7 +120,7 @@ def _merge_delta(weights: dict[str, Tensor], v: dict[str, Tensor], at: str, r: i
 
 
 def _merge_mixer(weights: dict[str, Tensor], adapter: Adapter, layer: int) -> None:
-    """The same for a layer of Nemotron."""
+    """Merge the factors into a layer of Nemotron."""
     shape, r, s, config = adapter.shape, adapter.rank, adapter.scale, adapter.shape.config
     at, own = f"model.layers.{layer}.mixer.", f"layers.{layer}.mixer."
     v = {name.removeprefix(own): view for name, view in adapter.views.items() if name.startswith(own)}
@@ -234,7 +234,7 @@ def test_attention_adapter_equals_peft(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", [*FAMILIES, "moe-wide"])
 @pytest.mark.parametrize("mine", [[5], [1, 1], [33, 2, 9]], ids=["short", "single tokens", "long"])
 def test_co_tenants_do_not_change_a_bit(family: str, mine: list[int], tmp_path: Path) -> None:
-    """Be they behind it, before it, or on both sides."""
+    """Whether they lie behind it, before it, or on both sides."""
     decoder = ours(reference(family), tmp_path)
     adapter = random_adapter(decoder, 4, seed=1)
     tokens, _ = packed(mine, decoder.config.vocab_size, seed=9)

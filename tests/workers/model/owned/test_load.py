@@ -1,5 +1,5 @@
-"""Each owner has its share of every family's experts, the rest whole, and reads no more; what cannot be shared is
-refused by name."""
+"""Each owner reads its share of every family's experts and the rest whole, and no more; experts that cannot be shared
+out are refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int, int], Owned]:
-    """As one of so many ranks."""
+    """Load the model as `rank` does, one of so many ranks."""
 
     def as_rank(folder: Path, rank: int, ranks: int) -> Owned:
         monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)

@@ -1,4 +1,4 @@
-"""`weftd model check`: what it says of a model folder, against the loaded model; and what it refuses."""
+"""`weftd model check`: what it says about a model folder, against the loaded model; and what it refuses."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
         "topk_group": 4, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 129280,
     }),
-    "KimiK25ForConditionalGeneration": (1026, {  # by the shapes of its tensors
+    "KimiK25ForConditionalGeneration": (1026, {  # counted from the shapes of its tensors
         "ignore_index": -100, "media_placeholder_token_id": 163605, "model_type": "kimi_k25",
         "use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>",
         "vision_config": {"mm_projector_type": "patchmerger", "vt_hidden_size": 1152, "vt_num_hidden_layers": 27},
@@ -213,8 +213,8 @@ NEMOTRON: dict[str, Any] = {
     "time_step_floor": 1e-4, "time_step_limit": [0.0, math.inf], "time_step_max": 0.1, "time_step_min": 0.001,
     "topk_group": 1, "use_bias": False, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": 131072,
 }  # fmt: skip
-#: Billions of parameters; what Tinker says of an adapter of rank 1 (train_mlp, train_attn, train_unembed), in its
-#: cookbook's hyperparam_utils.py; what config.json says beside NEMOTRON.
+#: Billions of parameters; the parameters of an adapter of rank 1 (train_mlp, train_attn, train_unembed) by Tinker's
+#: hyperparam_utils.py in its cookbook; the fields of config.json besides NEMOTRON.
 NEMOTRONS: dict[str, tuple[float, tuple[int, int, int], dict[str, Any]]] = {
     "Nano": (31.6, (11_346_176, 584_832, 133_760), {
         "hidden_size": 2688, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
@@ -249,7 +249,7 @@ def test_nemotron_has_the_parameters_that_are_published_and_its_adapters_those_o
     )
 
 
-#: What Tinker says of an adapter of rank 1, as above.
+#: The parameters of an adapter of rank 1 by Tinker's cookbook, as above.
 OF_TINKER: dict[str, tuple[int, int, int]] = {
     "DeepseekV3ForCausalLM": (94_307_328, 2_440_000, 136_448),
     "KimiK25ForConditionalGeneration": (144_583_680, 1_940_288, 171_008),
@@ -305,9 +305,7 @@ def test_published_configs_are_read_and_give_the_size_that_is_published(architec
 @pytest.mark.parametrize(
     ("architecture", "theta", "eps"), [("Qwen2ForCausalLM", 1e4, 1e-6), ("MixtralForCausalLM", 1e6, 1e-5)]
 )
-def test_what_a_config_does_not_say_is_what_its_family_has(
-    architecture: str, theta: float, eps: float, tmp_path: Path
-) -> None:
+def test_a_missing_field_has_its_familys_default(architecture: str, theta: float, eps: float, tmp_path: Path) -> None:
     """The defaults of transformers' classes, as of its version 5."""
     fields = SAME | PUBLISHED[architecture][1] | {"architectures": [architecture]}
     for name in ("rope_theta", "rms_norm_eps"):
@@ -318,7 +316,7 @@ def test_what_a_config_does_not_say_is_what_its_family_has(
 
 
 @pytest.mark.parametrize(("share", "turned"), [(0.3, 19), (1.5, 96), (-0.5, -32)])
-def test_an_odd_number_that_turns_is_refused(share: float, turned: int, tmp_path: Path) -> None:
+def test_a_rope_that_turns_an_odd_number_is_refused(share: float, turned: int, tmp_path: Path) -> None:
     fields = SAME | PUBLISHED["Glm4MoeForCausalLM"][1] | {"architectures": ["Glm4MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"head_dim": 64, "partial_rotary_factor": share}))
     with pytest.raises(UnsupportedModel, match=f"{turned} of 64 numbers turn"):
@@ -335,10 +333,10 @@ def test_an_odd_number_that_turns_is_refused(share: float, turned: int, tmp_path
         ("GptOssForCausalLM", "rope_scaling", "no rope_scaling"),
     ],
 )
-def test_what_differs_from_family_to_family_must_be_said(
+def test_a_field_without_a_common_default_must_be_given(
     architecture: str, without: str, says: str, tmp_path: Path
 ) -> None:
-    """Null stands for what libraries take for false, or for another number."""
+    """Null counts as missing: libraries take it for false, or for another number."""
     fields = SAME | PUBLISHED[architecture][1] | {"architectures": [architecture], without: None}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UnsupportedModel) as refused:

@@ -1,4 +1,4 @@
-"""What the machine says it has, against folders that say what a container's kernel would."""
+"""The machine's memory as the plan reads it, from folders with the files that a container's kernel would show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def be_in(folder: Path, monkeypatch: pytest.MonkeyPatch, *groups: str) -> None:
-    """Have the kernel say that this process is in these."""
+    """Have the kernel say that this process is in these cgroups."""
     (folder / "own").write_text("".join(f"{group}\n" for group in groups))
     monkeypatch.setattr(cgroups, "OWN_CGROUP", folder / "own")
 
@@ -43,7 +43,7 @@ def say_in_version_1(group: Path, limit: int, used: int, **stat: int) -> None:
 
 
 def test_files_that_were_read_leave_a_container_its_memory(container: Path) -> None:
-    """A checkpoint of 50 GiB was read: the kernel keeps it for as long as nobody wants the memory."""
+    """A checkpoint of 50 GiB was read: the kernel keeps it in memory only until a program needs that memory."""
     say(container, 64 * GIB, 63 * GIB, anon=10 * GIB, file=53 * GIB, shmem=3 * GIB,
         inactive_file=45 * GIB, active_file=5 * GIB)  # fmt: skip
     assert free_bytes() == 51 * GIB

@@ -1,4 +1,4 @@
-"""The plan of memory: against what the CPU really allocates, for machines that one knows, and what it refuses."""
+"""The plan of memory: against what the CPU really allocates, for well-known machines, and what it refuses."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ def test_the_arithmetic_is_what_the_cpu_allocates(family: str, tmp_path: Path) -
     there = sum(each._panels.nbytes for each in panels if each is not None)
     tables = sum(weight.nbytes for weight in decoder.parameters()) - sum(w.nbytes for w in decoder.products())
     planned_bytes = sizes(found)["packed weights of the generator"]
-    assert there <= planned_bytes + 64 * 4 * 4096  # panels are filled up
+    assert there <= planned_bytes + 64 * 4 * 4096  # the last panel is padded
     assert planned_bytes - there < tables + 4096
     arena = Arena(ArenaKind(AdapterShape(decoder.config, 5), 1.0, 2), torch.device("cpu"))
     note = next(part.note for part in found.parts if part.name == "runs in training")
     assert note.startswith(f"{(1 << 20) // arena.flat.nbytes} of rank 5")
     kept_adapters = next(part for part in found.parts if part.name == "adapters in use")
-    one = arena.flat.nbytes // 4  # weights without gradient and moments
+    one = arena.flat.nbytes // 4  # the weights, without gradient and moments
     count = kept_adapters.size_bytes // one
     assert kept_adapters.note == f"of the generator: {count:,} of rank 5, {gib(one)} each"
 
 
 def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
-    """Of 141 GiB: the base twice is 114, and what is left is enough for 64 sequences and a few runs."""
+    """The GPU has 141 GiB: the base twice takes 114, and the rest is enough for 64 sequences and a few runs."""
     model = check_model(config_card("30B-A3B", folder_of("30B-A3B")))
     gpu = Device("gpu", 141 * GIB)
     found = plan([model], gpu, Wanted(tenants=64))
@@ -126,7 +126,7 @@ def test_a_mixture_of_30_billion_on_one_gpu(folder_of: Any) -> None:
 
 
 def test_ranks_that_own_experts(folder_of: Any, tmp_path: Path) -> None:
-    """All but the experts of 235B is 16 GB, of 30B 3 GB: what a rank has is that and its share."""
+    """Without the experts 235B takes 16 GB and 30B 3 GB: a rank has that, and its share of the experts."""
     card = config_card("235B-A22B", folder_of("235B-A22B"))
     model = check_model(card)
     experts = 94 * 128 * 3 * 4096 * 1536
@@ -176,7 +176,7 @@ def test_the_command_plans_small_and_large_models(folder_of: Any) -> None:
 def test_the_command_plans_the_30b_on_one_gpu(
     folder_of: Any, tmp_path: Path, gib: str, kv_tokens: int, runs: int
 ) -> None:
-    """One copy, and a process that holds it; with a copy each there is no room for a run on the smaller one."""
+    """With one copy, and a process that holds it. With a copy for each worker the smaller GPU has no room for a run."""
     folder = folder_of("30B-A3B")
     shared = weftd_plan(folder, "--gpu-gib", gib)
     assert re.search(r"^weights +56\.9 GiB  one copy for 2 workers$", shared, re.MULTILINE)
@@ -194,7 +194,8 @@ def test_the_command_plans_the_30b_on_one_gpu(
 
 
 def test_adapters_have_an_eighth_of_what_is_free_or_room_for_one(folder_of: Any) -> None:
-    """One of rank 32 takes 1.8 GiB. What they have more than 2 GiB is taken from keys and values, not from runs."""
+    """An adapter of rank 32 takes 1.8 GiB. What adapters get beyond 2 GiB is taken from keys and values, not from
+    runs."""
     model = check_model(config_card("30B-A3B", folder_of("30B-A3B")))
     one, shared = 4 * AdapterShape(model.card.config, 32).numel, Wanted(one_base=True)
     found = {size_gib: plan([model], Device("gpu", size_gib * GIB), shared) for size_gib in (78, 141)}
@@ -222,7 +223,7 @@ def test_adapters_have_an_eighth_of_what_is_free_or_room_for_one(folder_of: Any)
 
 
 @pytest.mark.parametrize("one_base", [True, False])
-def test_what_is_chosen_is_never_more_than_there_is(folder_of: Any, one_base: bool) -> None:
+def test_a_plan_never_takes_more_than_there_is(folder_of: Any, one_base: bool) -> None:
     model = check_model(config_card("4B", folder_of("4B")))
     fits = 0
     for tenths in range(100, 400, 3):
@@ -247,7 +248,7 @@ def setting(shown: str, name: str) -> int:
 
 
 def test_models_in_folders_of_one_name_are_planned_together(folder_of: Any, tmp_path: Path) -> None:
-    """Such as `main` of two owners: the plan was for the last one alone."""
+    """Two owners may both have a model `main`: a plan for the last one alone would leave no room for the other."""
     paths = [tmp_path / owner / "main" for owner in "ab"]
     for path in paths:
         path.parent.mkdir()
@@ -273,7 +274,7 @@ def test_a_server_chooses_by_its_own_memory_and_keeps_to_what_it_is_told(
     told = load_settings(None, data_dir=tmp_path, generator=generator)
     assert planned(told, cards)[0].generator == told.generator
     alone = planned(load_settings(None, data_dir=tmp_path), cards, "trainer")[0]
-    assert alone.trainer.resident_bytes == 0  # it shares its machine with whom it does not know
+    assert alone.trainer.resident_bytes == 0  # it does not know what else its machine runs
     monkeypatch.setattr("api.server.workers.memory_plan.cuda_bytes", lambda: [24 * GIB, 80 * GIB])
     apart = load_settings(None, data_dir=tmp_path, trainer={"device": "cuda:1"})
     found, tables = planned(apart, cards)
@@ -299,7 +300,7 @@ def test_a_gpu_trains_as_much_at_once_as_it_has_room_for(
     folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     sizes: list[int], told: dict[str, int], tokens: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Seen on an H200: with what a CPU likes, launches took longer than what they launched."""
+    """Seen on an H200: with the sizes that suit a CPU, launches took longer than the kernels."""
     monkeypatch.setattr("api.server.workers.memory_plan.cuda_bytes", lambda: [size * GIB for size in sizes])
     monkeypatch.setattr("api.server.workers.memory_plan.free_bytes", lambda: 64 * GIB)
     cards = {"4B": config_card("4B", folder_of("4B"))}

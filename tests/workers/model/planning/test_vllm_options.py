@@ -1,4 +1,4 @@
-"""vLLM's options: which may be said, how they reach the command that is started, and whether a model fits the GPUs."""
+"""vLLM's options: which may be set, how they reach the command that is started, and whether a model fits the GPUs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ OFFLOADED: dict[str, Any] = {
         ({"kv_offloading_size": math.inf}, "is Infinity; it may be GiB of the host's memory"),
     ],
 )
-def test_what_vllm_is_not_told(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+def test_options_that_vllm_may_not_have_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(BadOption, match=re.escape(said)):
         checked(options)
     program = tmp_path / "vllm"
@@ -178,8 +178,8 @@ def test_a_model_that_cannot_be_divided_is_refused(
 
 
 def test_a_plan_by_hand(tmp_path: Path) -> None:
-    """Qwen3-235B on 8 GPUs of 141 GiB: its published parameters, in eighths; and 4 heads of keys and values, so that
-    each pair of GPUs has one of them whole."""
+    """Qwen3-235B on 8 GPUs of 141 GiB: each has an eighth of the published parameters. It has 4 heads of keys and
+    values, so two GPUs each have the same one whole."""
     model = check_model(card(tmp_path, "235B-A22B"))
     gpu, eight = Device("gpu", 141 * GIB), {"tensor_parallel_size": 8}
     asked = {"adapters": 2, "rank": 8, "context": 8192, "slots": 64}
@@ -215,7 +215,7 @@ def test_a_plan_by_hand(tmp_path: Path) -> None:
 def test_the_parts_of_recurrent_models_add_up(
     tmp_path: Path, fields: dict[str, Any], experts: int, recurrent: int
 ) -> None:
-    """A second copy divides the experts and nothing else, so both plans together tell each part of the parameters."""
+    """A second copy divides only the experts, so the two plans together give each part of the parameters."""
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = check_model(config_card("m", tmp_path))
     config = model.card.config
@@ -244,7 +244,7 @@ def test_the_parts_of_recurrent_models_add_up(
 
 
 def test_room_for_adapters_of_latent_attention_is_what_tinker_counts_of_it(tmp_path: Path) -> None:
-    """DeepSeek-V3.1; experts have a pair each, unlike Tinker's."""
+    """DeepSeek-V3.1. Here each expert has a pair of its own, unlike Tinker's."""
     fields = SAME | PUBLISHED["DeepseekV3ForCausalLM"][1] | {"architectures": ["DeepseekV3ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model = check_model(config_card("m", tmp_path))

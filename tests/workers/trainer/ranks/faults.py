@@ -1,4 +1,5 @@
-"""What becomes of a step on one rank, or of the memory of several: each fault is for the rank that it is given."""
+"""Faults for a trainer of several ranks: a step fails on one rank, or memory is short on several. Each fault is called
+with the rank that it runs on."""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ from workers.trainer.runs.held import HeldRuns
 
 Fault = Callable[[int], AbstractContextManager[Any]]
 
-#: On this rank, in one scenario: what has failed there.
+#: The faults that have occurred on this rank in the current scenario.
 FAILURES: list[str] = []
 
-#: The run of whose first operations one fails by its user's fault, beside those of others.
+#: One of this run's first operations fails by its user's fault, beside operations of other runs.
 FAULTY = "r2"
 
 USUAL, LITTLE = {"microbatch_tokens": 64}, {"microbatch_tokens": 64, "resident_bytes": 300_000}
 
 
 def scenario(name: str) -> tuple[Fault, dict[str, int]]:
-    """By its name, behind which there may be numbers: the faults, and the bounds of every trainer."""
+    """The fault of the scenario of this name, and the bounds of every trainer; numbers may follow the name."""
     *words, numbers = [*name.rstrip("0123456789 ").split(), [int(word) for word in name.split() if word.isdigit()]]
     match " ".join(words):
         case "plain":
@@ -75,7 +76,7 @@ def on(which: int, fault: Callable[[], AbstractContextManager[Any]], rank: int) 
 
 @contextmanager
 def recomputed(rank: int) -> Iterator[None]:
-    """On one rank alone: the others gather the same, whatever it keeps."""
+    """Rank 1 alone computes layers again in the backward: the other ranks gather the same, whatever it keeps."""
     with (
         patch("workers.model.memory.ALWAYS_FITS_BYTES", -1 if rank == 1 else 1 << 60),
         patch("workers.model.memory.SHARE", 0.0),
@@ -111,7 +112,7 @@ def short_of_memory(rank: int) -> Iterator[None]:
 
 @contextmanager
 def failing_owner(name: str, error: type[Exception], rank: int) -> Iterator[None]:
-    """Memory runs out on rank 0 whenever all ranks have sent many pairs; or something else happens there once."""
+    """Memory runs out on rank 0 whenever all ranks have sent many pairs; another `error` is raised there only once."""
     real = getattr(Owner, name)
 
     def serve(self: Owner, *args: Any) -> Any:
@@ -127,7 +128,8 @@ def failing_owner(name: str, error: type[Exception], rank: int) -> Iterator[None
 
 @contextmanager
 def killed(rank: int) -> Iterator[None]:
-    """Rank 1 dies with what others wait for on its way. What rank 0 says of a failure is printed, but users' own."""
+    """Rank 1 dies while the others wait for its rows. The failures that rank 0 reports are printed, except those that
+    are the user's fault."""
     travels, execute, turns = Travel.rows, Leader.execute, itertools.count()
 
     def rows(self: Travel, *args: Any) -> Any:
@@ -153,8 +155,8 @@ def killed(rank: int) -> Iterator[None]:
 
 @contextmanager
 def poor() -> Iterator[None]:
-    """There is no memory for every third guest, every third that is there is too large to be computed, and
-    while there are guests some of its own parts are."""
+    """There is no memory for every third guest. Of the guests that are there every third is too large to be computed,
+    and so are some of the rank's own parts while it has guests."""
     run_microbatch, of_guest = vars(computing)["run_microbatch"], Arena.of_guest
     turns, parts_here = itertools.count(1), itertools.count(1)
     gradients: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -182,7 +184,7 @@ def poor() -> Iterator[None]:
 
 @contextmanager
 def full(first: int) -> Iterator[None]:
-    """There is no memory for the states of runs, less and less often."""
+    """Bringing the states of runs into memory fails, but less and less often."""
     bring, left, gap = HeldRuns.bring, first, first
 
     def brought(self: HeldRuns, *runs: Any) -> None:
@@ -208,7 +210,7 @@ def few_steps(most: int) -> Iterator[None]:
 
 @contextmanager
 def drawn(seed: int, rank: int) -> Iterator[None]:
-    """Each rank is short of memory in ways of its own."""
+    """Each rank is short of memory in its own ways."""
     rng = Random(f"{seed} {rank}")
     ways: list[Fault] = [
         short_of_memory,

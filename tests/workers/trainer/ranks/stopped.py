@@ -1,5 +1,5 @@
-"""One of two ranks, of which the other stops as it is to be told something: its share of a pass, which fits in no
-socket's buffer, or a word.
+"""One of two ranks: the second stops itself, and the first then tells it something, either its share of a pass, which
+fits in no socket's buffer, or a word.
 
 python -m tests.workers.trainer.ranks.stopped FOLDER pass|begin|drain|stop
 """
@@ -24,7 +24,7 @@ from workers.trainer.ranks.leader import Leader, Member, Word, announce
 from workers.trainer.trainer import Trainer
 from workers.trainer.watchdog import Watchdog
 
-#: Seconds that it may take.
+#: Seconds that telling it may take.
 LIMIT_S = 1
 
 

@@ -1,4 +1,4 @@
-"""A trainer of several ranks, on GPUs: the bits of one process on a GPU."""
+"""A trainer of several ranks on GPUs gives the bits of one process on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.workers.trainer.ranks.test_same_bits import OWNED, PART, together
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", [PART, OWNED])
 def test_on_gpus_as_one_process(tmp_path: Path, layout: str, dtype: str) -> None:
-    """As many ranks as there are GPUs, over NCCL: with one, what it does with itself."""
+    """As many ranks as there are GPUs, over NCCL; with one GPU, a single rank that sends to itself."""
     scenarios = ["plain", "recomputed", "paged"]
     reference("moe").save_pretrained(tmp_path / "model")
     args = [str(tmp_path / "model"), str(tmp_path), layout, "3", "usual", *scenarios]

@@ -1,5 +1,5 @@
-"""A trainer of several ranks gives every run the bits that one process gives it, whatever becomes of a step on one
-rank; and no rank has more of the base than its part."""
+"""A trainer of several ranks gives every run the bits that one process gives it, however a step fails on one rank; and
+no rank has more of the base than its part."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_as_one_process(tmp_path: Path, ranks: int, layout: str, family: str, st
 def test_as_one_process_however_short_of_memory_a_rank_is(
     tmp_path: Path, ranks: int, layout: str, steps: int, scenarios: list[str]
 ) -> None:
-    """For what it computes for others, for its own beside that, and for the states of its runs."""
+    """It is short of memory for what it computes for others, for its own work beside that, or for its runs' states."""
     reference("moe").save_pretrained(tmp_path / "model")
     found = together(ranks, [str(tmp_path / "model"), str(tmp_path), layout, str(steps), "usual", *scenarios])
     assert [world["scenario"] for world in found] == scenarios
@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_hear_its_word_ends_the_leader_when_its_time_is_ove
 
 
 def together(ranks: int, args: list[str], **variables: str) -> list[Any]:
-    """Run the worlds on so many ranks, with these variables of the environment; what rank 0 has found."""
+    """Run the worlds on so many ranks, with these environment variables, and return what rank 0 has found."""
     with started(ranks, args, **variables) as processes:
         out = ended(processes)
     assert [process.returncode for process in processes] == [0] * ranks
@@ -147,7 +147,8 @@ def together(ranks: int, args: list[str], **variables: str) -> list[Any]:
 
 @contextmanager
 def started(ranks: int, args: list[str], program: str = "worlds", **variables: str) -> Iterator[list[Forked]]:
-    """They meet at a store of this process: a port that one of them was to listen on is another's by then."""
+    """Start the ranks. They meet at a store in this process: a port chosen for one of them could be taken by the time
+    that it listens."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(ranks),
@@ -173,7 +174,7 @@ def started(ranks: int, args: list[str], program: str = "worlds", **variables: s
 
 
 def ended(processes: list[Forked]) -> list[list[Any]]:
-    """What each has printed as JSON."""
+    """Wait for the ranks to end; the JSON that each has printed."""
     said = [process.communicate(timeout=300) for process in processes]
     print(*(complaints for _, complaints in said), file=sys.stderr)
     return [[json.loads(line) for line in lines.splitlines() if line.startswith("{")] for lines, _ in said]

@@ -1,4 +1,4 @@
-"""What goes where when ranks are not evenly busy."""
+"""Which parts of operations go to which rank if ranks are not evenly busy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_end_of_the_largest_operation_goes() -> None:
     assert spread([own, [part("other", 2)]]) == [Move(0, 1, "large", 2, 4)]
 
 
-def test_nothing_goes_that_does_not_make_them_more_equal() -> None:
+def test_nothing_goes_that_does_not_make_ranks_more_equal() -> None:
     assert spread([[part("a", 8)], []]) == []
     assert spread([[part("a", 4, movable=False)] * 3, []]) == []
 

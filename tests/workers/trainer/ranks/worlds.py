@@ -2,9 +2,9 @@
 
     python -m tests.workers.trainer.ranks.worlds MODEL FOLDER LAYOUT STEPS TENANTS SCENARIO ...
 
-Rank 0 plays the same program in one process and, in each of the scenarios, on all ranks, and compares every byte that
-comes out. It prints what it has found as JSON, a line for each scenario. `RANKS_DEVICE` and `RANKS_DTYPE` say with what
-all of them compute; of a GPU each rank has its own.
+Rank 0 plays the same program in one process and, in each of the scenarios, on all ranks, and compares every byte of
+the results. It prints what it has found as JSON, a line for each scenario. All compute on `RANKS_DEVICE` in
+`RANKS_DTYPE`; each rank has a GPU of its own.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ from workers.trainer.watchdog import no_limit
 RANK = int(os.environ.get("RANK", "0"))
 DEVICE = torch.device(os.environ.get("RANKS_DEVICE", "cpu"), RANK if "RANKS_DEVICE" in os.environ else None)
 WHERE = ModelDevice(DEVICE, getattr(torch, os.environ.get("RANKS_DTYPE", "float32")))
-#: The rank of each run. "few" leave ranks without any.
+#: The adapter's rank in each run. "few" leaves some of the trainer's ranks without a run.
 TENANTS_OF = {
     "usual": {f"r{i}": rank for i, rank in enumerate((2, 4, 8, 3, 16, 4, 1, 5))},
     "wide": {f"r{i}": rank for i, rank in enumerate((64, 1, 32, 2, 64, 33, 1, 8))},
     "few": {"r0": 4, "r2": 64},
 }
-#: Those of this program.
+#: The runs of this program, from `TENANTS_OF`.
 TENANTS: dict[str, int] = {}
 DIMUON = ("r1", "r4")
-#: Whose operations are larger than a rank's share.
+#: The run whose operations are larger than a rank's share.
 LARGE = "r3"
-#: Whose adapter does not share the outer factors of experts.
+#: The run whose adapter does not share the outer factors of experts.
 IMPORTED = "r0"
-#: Who is exported; "few" are all of them.
+#: The runs that are exported; in "few" these are all.
 EXPORTED = ("r0", "r2")
-#: Whose loss is uploaded; they live on different ranks.
+#: The runs whose loss is uploaded; they live on different ranks.
 UPLOADED, LOSS_ID = ("r6", "r7"), "s:loss:0"
 
 
@@ -81,7 +81,7 @@ class ManyRanks(Bench):
 
 
 def program(bench: Bench, steps: int) -> list[bytes]:
-    """What every operation answers, and every byte of every saved run."""
+    """Play the program: the answer of every operation, and every byte of every saved run."""
     bench.blobs.put(loss_ref(LOSS_ID), SUM_OF_LOGPROBS)
     imported(bench, TENANTS[IMPORTED])
     answers(bench, [create(bench, run_id, rank) for run_id, rank in TENANTS.items()])
@@ -90,7 +90,7 @@ def program(bench: Bench, steps: int) -> list[bytes]:
         ops = []
         for i, run_id in enumerate(TENANTS):
             ops += work(bench, run_id, 10 * step + i)
-            if run_id == FAULTY and step == 0:  # its step is told of that, and repeated
+            if run_id == FAULTY and step == 0:  # the step is told of the failure, and sent again
                 ops += [bench.fb(run_id, too_far(), "ppo"), stepped(bench, run_id)]
             ops.append(stepped(bench, run_id))
         if step == 1 and LARGE in TENANTS:  # two passes, the large operation in both
@@ -112,7 +112,7 @@ def program(bench: Bench, steps: int) -> list[bytes]:
 
 
 def stepped(bench: Bench, run_id: str) -> Any:
-    """A step of settings of its own."""
+    """An optimizer step with settings that depend on the run."""
     number = int(run_id[1:])
     clip = (0.0, 1e-3, 1.0)[number % 3]
     if run_id in DIMUON:
@@ -121,9 +121,9 @@ def stepped(bench: Bench, run_id: str) -> Any:
 
 
 def snapshots(bench: Bench) -> bytes:
-    """Of each run, the last operation that its snapshot holds: what came after it would be done again."""
+    """The last operation in each run's snapshot: those after it would be replayed."""
     told: list[Any] = []
-    for _ in range(3):  # what could not be saved, and nothing else, is saved by the next
+    for _ in range(3):  # the next drain saves what this one could not, and nothing else
         bench.trainer.drain(told.append)
     return repr(sorted((each.run_id, each.seq) for each in told if isinstance(each, Snapshot))).encode()
 
@@ -134,7 +134,7 @@ def create(bench: Bench, run_id: str, rank: int) -> Any:
 
 
 def imported(bench: Bench, rank: int) -> None:
-    """An adapter of which each expert has a pair of its own."""
+    """An adapter with a pair of factors for each expert."""
     shape = AdapterShape(bench.decoder.config, rank, shared=False)
     adapter = Adapter.init(shape, 3, scale=8.0 / rank)  # the alpha of all runs here
     adapter.flat.add_(0.01)
@@ -160,7 +160,7 @@ SUM_OF_LOGPROBS = encode_custom_loss(
 
 
 def too_far() -> list[Any]:
-    """Data for several ranks, of which one has a ratio that is no float32."""
+    """Data for several ranks; one datum has a ratio beyond float32."""
     data = rl_data([30, 40, 31], seed=0)
     data[1].inputs["logprobs"][7], data[1].inputs["advantages"][7] = -300.0, -1.0
     return data
@@ -205,12 +205,13 @@ def answers(bench: Bench, ops: list[Any]) -> list[bytes]:
 
 
 def failed(op: Any, done: Mapping[str, Done]) -> bool:
-    """Whether it has changed nothing, so that it is no part of a replay."""
+    """Whether the operation failed: then it has changed nothing, and is no part of a replay."""
     return op.op_id in done and done[op.op_id].failure is not None
 
 
 def overtaken(run_id: str, ops: list[Any], waits: set[str]) -> bool:
-    """Whether something is answered behind what waits: as in the server (`RunLane.pause`), the run is rebuilt then."""
+    """Whether an operation behind a waiting one is answered: then the run is rebuilt, as in the server
+    (`RunLane.pause`)."""
     left = [op.op_id in waits for op in ops if op.run_id == run_id]
     return True in left and False in left[left.index(True) :]
 
@@ -222,12 +223,12 @@ def answered(bench: Bench, ops: list[Any]) -> Mapping[str, Done]:
 
 
 def log_of(bench: Bench) -> list[Any]:
-    """What a bench has been given: a run that is not what it was is given that again, as replays."""
+    """The operations that a bench has been given. A run that lost its state is given them again, as replays."""
     return LOGS.setdefault(bench, [])
 
 
 def plain(op: Any, done: Done) -> bytes:
-    """A result without protobuf's choice of the order of its entries, or why there is none."""
+    """A result with its entries in a fixed order, which protobuf leaves open; or the failure in its place."""
     payload = done.payload
     if done.failure is not None:
         return repr(done.failure).encode()
@@ -237,7 +238,7 @@ def plain(op: Any, done: Done) -> bytes:
     return repr((sorted(metrics.items()), [fields["logprobs"].tobytes() for fields in outputs])).encode()
 
 
-#: In one scenario: runs that were set aside.
+#: The runs that were set aside in the current scenario.
 ASIDE: list[str] = []
 LOGS: weakref.WeakKeyDictionary[Bench, list[Any]] = weakref.WeakKeyDictionary()
 
@@ -258,7 +259,7 @@ def main(model: Path, folder: Path, layout: str, steps: int, tenants: str, chose
         of_experts = [each for name, each in whole.named_parameters() if is_of_experts(whole, name)]
         experts = sum(weight.nbytes for weight in of_experts)
         usual = little = program(Bench(whole, folder / "one", **USUAL), steps)
-        if on_gpu:  # with other bounds batches differ, by whose size a GPU's products round
+        if on_gpu:  # other bounds make other batches, and a GPU's products round by a batch's size
             little = program(Bench(whole, folder / "one-with-little", **LITTLE), steps)
             ASIDE.clear()
     if not group.leads and not any(name.startswith(("poor", "full", "drawn")) for name in chosen):
@@ -315,7 +316,8 @@ def load(model: Path, layout: str, group: Group, folder: Path) -> Base:
 
 
 def memory_of(base: Base, group: Group) -> int:
-    """Of the base, what this rank has of it; of what is mapped, its share by the kernel's account, once all use it."""
+    """The bytes of the base that this rank has. Of a mapped base it is the rank's share by the kernel's account, once
+    all ranks use it."""
     if not isinstance(base, Mapped):
         return held_bytes(base.decoder)
     for weight in base.decoder.parameters():
@@ -367,4 +369,4 @@ def play(
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5], sys.argv[6:])
-    leave(0)  # as ranks do: gloo's threads may abort a process that is taken apart
+    leave(0)  # as a worker's ranks do: gloo's threads may abort a process during its exit
