@@ -75,7 +75,7 @@ BODIES: dict[str, type[Any]] = {
     "/weft/rate_limits/{scope}/{id}": NewLimits,
 }
 #: The type of the JSON body of the OpenAI- and vLLM-compatible routes (docs/openai.md), by path.
-OPENAI_BODIES: dict[str, type[Any]] = {
+DOORS: dict[str, type[Any]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
     "/v1/chat/completions/tokens": ChatTokensBody,
@@ -194,7 +194,7 @@ def _body(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     name = path.removeprefix(PREFIX)
     if name in OTHER_BODIES:
         return OTHER_BODIES[name]
-    body = OPENAI_BODIES.get(path) or BODIES[name]
+    body = DOORS.get(path) or BODIES[name]
     schema = _plain(body.model_json_schema(ref_template="#/components/schemas/{model}"))
     schemas.update(schema.pop("$defs", {}))
     title = body.__name__

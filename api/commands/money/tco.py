@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print all figures as JSON.")
 def tco(place: Place, days: int | None, gpus: int | None, gpu_hour: float | None, as_json: bool) -> None:
-    """Print what it costs to make a token on these machines, and the margin in the token's price."""
+    """What making a token costs, and the margin in its price."""
     from sqlalchemy import select
 
     from billing.reports.ownership import days_back, ownership

@@ -37,7 +37,7 @@ def usage(rest: Server, run_id: str | None, watch: bool, json_: bool) -> None:
 @as_json
 @click.pass_obj
 def cost(rest: Server, run_id: str, json_: bool) -> None:
-    """Show what RUN has cost so far."""
+    """What RUN has cost so far."""
     show(rest().get_usage(run_id).result(), json_, tables.usage)
 
 
