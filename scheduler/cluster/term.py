@@ -58,7 +58,7 @@ _OF_RUNS = {dialect: select(_OP).where(one, _OP.c.kind != SAMPLE) for dialect, o
 
 @dataclass(frozen=True)
 class Shared:
-    """The connections, stores and limits that all parts of one replica share."""
+    """The connections, stores, prices and journal that all parts of one replica share."""
 
     url: str
     database: Database
