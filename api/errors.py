@@ -29,7 +29,8 @@ from store.blobs.room import what_failed
 
 log = logging.getLogger("weft.api")
 
-#: The key in a request's scope under which a poll's guard leaves who asks: polls that find nothing are counted by it.
+#: The key in a request's scope under which a poll's guard leaves the principal that asks: polls that find nothing are
+#: counted for that principal.
 POLLS = "weft.polls"
 #: How many mistakes of one body are listed one by one.
 MAX_EXPLAINED = 1000
@@ -124,7 +125,8 @@ class NotHere(ApiError):
 
 
 class SessionEnded(ApiError):
-    """Only for the heartbeat, whose loop stops on it. Elsewhere clients would resubmit on 410."""
+    """410 for a heartbeat, whose loop in the client then stops. No other route answers so: clients would resubmit on
+    410."""
 
     status = 410
     code = "session_ended"

@@ -90,7 +90,7 @@ class PriceList:
 
     @property
     def begins(self) -> datetime:
-        """When the first version begins. What was accepted earlier has no price."""
+        """The time at which the first version begins. Operations that were accepted earlier have no price."""
         return self._starts[0]
 
     def unnamed(self, models: Iterable[str], at: datetime) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Where the limits are, and the file with this process's groups.
+#: The folder with the limits of all cgroups, and the file that names this process's cgroups.
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 

@@ -80,7 +80,7 @@ def log_points(session: Session, org_id: str, run_id: str, points: Sequence[Poin
 
 
 def curves_of(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, list[RunCurve]]:
-    """The curves of each run, by name, without their points."""
+    """The curves of each run, by the curves' names, without points."""
     found: dict[str, list[RunCurve]] = {}
     query = select(RunCurve).where(RunCurve.org_id == org_id, RunCurve.run_id.in_(run_ids)).order_by(RunCurve.name)
     for row in session.scalars(query):

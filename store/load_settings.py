@@ -53,7 +53,7 @@ def load_settings(config_file: Path | None, **overrides: Any) -> Settings:
 
 
 def _in_words(fault: ErrorDetails) -> str:
-    """What is wrong with a setting and, if it is known, what to write instead."""
+    """The text that says what is wrong with a setting and, if known, what to write instead."""
     *sections, name = map(str, fault["loc"] or ("",))
     if fault["type"] == "missing" and fault["loc"] == ("data_dir",):
         return "is missing: name the folder with the service's data, here or by --data-dir"

@@ -58,7 +58,7 @@ class _Shape:
 
 
 def about() -> Mapping[str, str]:
-    """What the current task is about: `request`, `org`, `run`, `operation`, as far as it is known."""
+    """The facts that the current task's log lines name: `request`, `org`, `run`, `operation`, those that are known."""
     return _about.get()
 
 

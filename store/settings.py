@@ -213,13 +213,13 @@ class Limits(_Section):
 
 
 class FrontSettings(_Section):
-    """Connections, and the proxies that they come through."""
+    """Limits of connections, and the proxies that connections come through."""
 
     #: Addresses and networks (CIDR) of proxies whose X-Forwarded-For and X-Forwarded-Proto are believed; nobody else's
     #: are.
     trusted_proxies: list[Annotated[str, AfterValidator(_network)]] = ["127.0.0.1", "::1"]
     max_connections: Positive = 8192
-    #: For IPv6: per network of 64 bits, which belongs to one customer. Proxies are not limited.
+    #: With IPv6 an address means a network of 64 bits, which belongs to one customer. Proxies are not limited.
     max_connections_per_address: Positive = 2048
     #: From the start of a connection, or the first byte of a request, to the end of its headers.
     header_timeout_s: Annotated[float, Field(gt=0)] = 10.0
@@ -260,7 +260,7 @@ class PaymentsSettings(_Section):
     secret_key: SecretStr | None = None
     #: Signing secrets of the webhook endpoint: two while they are rotated.
     webhook_secrets: Annotated[list[SecretStr], Field(max_length=2)] = []
-    #: Where browsers find this server: Checkout sends them back to its console.
+    #: The address at which browsers find this server: Stripe's Checkout sends them back to the console there.
     public_url: str = "http://127.0.0.1:8000"
     #: Metered prices, one for each meter, that postpaid organisations are subscribed to (`weftd payments setup`).
     price_ids: list[str] = []
@@ -271,7 +271,7 @@ class PaymentsSettings(_Section):
 
 
 class OwnershipSettings(_Section):
-    """What the machines cost, for `weftd tco` (docs/tco.md). The defaults are published figures for H100 servers."""
+    """The cost of the machines, for `weftd tco` (docs/tco.md). The defaults are published figures for H100 servers."""
 
     #: How many GPUs are paid for, and how many trainers and generators run on them.
     gpus: Positive = 1

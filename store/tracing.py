@@ -67,7 +67,7 @@ def configure(program: str) -> None:
 
 
 def wanted(environment: Mapping[str, str]) -> bool:
-    """Whether traces are to be sent. Raises TracingError for an unsupported protocol."""
+    """True if traces are to be sent. Raises TracingError for an unsupported protocol."""
     if not any(environment.get(name) for name in _ENDPOINTS):
         return False
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
@@ -79,7 +79,7 @@ def wanted(environment: Mapping[str, str]) -> bool:
 
 
 def on() -> bool:
-    """Whether this process sends traces."""
+    """True if this process sends traces."""
     return _Parts.tracer is not None
 
 

@@ -24,7 +24,7 @@ def sizes_of(cards: Mapping[str, ModelCard]) -> SizesOf:
     return lambda run: sizes(run.base_model, run.rank, run.train_attn, run.train_mlp, run.train_unembed)
 
 
-#: How many moments an optimizer has for each weight.
+#: How many moments (running means of gradients or of their squares) an optimizer keeps for each weight.
 _MOMENTS = {"adamw": 2, "dimuon": 1}
 
 

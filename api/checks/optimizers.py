@@ -12,7 +12,7 @@ from api.errors import Invalid, Malformed, explain, quote, refuse
 
 M = TypeVar("M", DimuonOptimizerConfig, DimuonParams)
 
-#: What clients are told about a run's optimizer, by its name.
+#: By the optimizer's name: the text that clients read about the optimizer of a run.
 CONFIGS: dict[str, dict[str, Any]] = {ADAMW: {"type": ADAMW}, DIMUON: {"type": DIMUON, "version": 1}}
 
 

@@ -57,7 +57,7 @@ def named_sequences(batch: TrainBatch) -> dict[str, int]:
 
 
 def _recorded(index: int, datum: ArrayDatum, session_id: str, blobs: Blobs, kept: dict[str, Floats]) -> Floats:
-    """For each target, float32 [T]: the logprob that it was sampled with; 0 for targets copied from a prompt."""
+    """The logprobs with which the datum's targets were sampled, float32 [T]; 0 for targets copied from a prompt."""
     parts = []
     for span in datum.loss_fn_input_spans or []:
         if not isinstance(span, SampledProvenanceSpan):

@@ -36,7 +36,7 @@ class Finite(click.FloatRange):
 
 
 class Place(NamedTuple):
-    """Which data is meant: `--data-dir` and `--config` as given."""
+    """The data that a command works on: `--data-dir` and `--config` as given."""
 
     data_dir: Path | None
     config: Path | None

@@ -91,7 +91,7 @@ def ago(passed: timedelta) -> str:
 
 
 def lasts(passed: timedelta) -> Markup:
-    """How long something took: "3 h 20 min"."""
+    """A duration in words: "3 h 20 min"."""
     seconds = int(passed.total_seconds())
     units = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
     counts = [

@@ -20,7 +20,8 @@ _RATE = Operation.plan["settings", "learning_rate"].as_float()
 
 
 def hyperparameters(session: Session, run: Run) -> dict[str, str]:
-    """By name, in the order in which one reads them; what the metadata says comes last."""
+    """A run's hyperparameters by name, in the order in which people read them; entries of the run's metadata come
+    last."""
     parts = {"attention": run.train_attn, "MLP": run.train_mlp, "unembedding": run.train_unembed}
     own = {
         "base model": run.base_model,

@@ -24,7 +24,7 @@ Text = Annotated[str, Query(max_length=256, pattern=r"^[^\x00]*$")]
 
 @dataclass(frozen=True)
 class Pages:
-    """Where in a list one is: `number` counts from 1."""
+    """Which page of a list is shown: `number` counts from 1."""
 
     number: int
     total: int

@@ -127,7 +127,7 @@ class ConsoleRoute(APIRoute):
 
 
 def console_router() -> APIRouter:
-    """For the routes of a page."""
+    """A router for the routes of one page."""
     return APIRouter(prefix=PREFIX, route_class=ConsoleRoute)
 
 

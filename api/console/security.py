@@ -64,7 +64,7 @@ class SignInNeeded(Unauthenticated):
 
 @dataclass(frozen=True)
 class Viewer:
-    """Who looks at a page."""
+    """The person who looks at a page, and what they may do."""
 
     who: Principal
     org_name: str
@@ -90,8 +90,8 @@ class Viewer:
 
 
 def need_fresh(request: Request, viewer: Viewer) -> None:
-    """For the most harmful actions: refuse a session whose sign-in is too old, in case somebody else sits at an open
-    browser."""
+    """Refuse a session whose sign-in is too old. The most harmful actions call this, in case somebody else sits at an
+    open browser."""
     if datetime.now(UTC) - viewer.since > sessions.FRESH:
         raise SignInNeeded(request, fresh=True)
 
@@ -176,7 +176,8 @@ def _split(url: str) -> SplitResult:
 
 
 def local_path(value: str) -> str:
-    """Where to go after signing in: a page of the console, never another site."""
+    """The path to go to after signing in: `value` if it is a page of the console, else the first page; never another
+    site."""
     path = _split(value)
     good = value.startswith(PREFIX + "/") and not path.netloc and not path.scheme and "\\" not in value
     return value if good and value.isprintable() else PREFIX + "/"

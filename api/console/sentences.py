@@ -16,7 +16,8 @@ from api.console.titles import checkpoint_title
 
 @dataclass(frozen=True)
 class Called:
-    """What ids are called; one that is not here is called by itself. Keys are by number and by prefix."""
+    """The names behind ids. An id without a name here is shown itself. API keys are found by their numbers and by their
+    prefixes."""
 
     users: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -77,7 +78,7 @@ def sentence(fact: Fact) -> str:
 
 
 def actor(who: str, names: Called) -> str:
-    """Who acted: `user:<id>`, `key:<id>`, `operator` or `server`, as people say it."""
+    """The actor `who` (`user:<id>`, `key:<id>`, `operator` or `server`) in the words of people."""
     kind, _, id = who.partition(":")
     if kind == "user":
         return names.users.get(id, id)

@@ -57,7 +57,8 @@ class SsoNeeded(Exception):
 
 
 def sso_required(org: Organisation, oidc: OidcSettings) -> bool:
-    """Whether keys, and links that members make, open no session of this organisation. Links of the operator do."""
+    """True if only the provider (or a link of the operator) can open a session of this organisation: keys, and links
+    that members make, cannot."""
     return oidc.required or org.sso_required_at is not None
 
 
@@ -121,7 +122,7 @@ def sign_in_with_account(
 
 
 def signed_in(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> SignedIn | None:
-    """Who is signed in by this session, if it is good."""
+    """The person who is signed in by this session; None if the session is not good."""
     row = session.get(BrowserSession, digest(sid))
     if row is None or now >= row.expires_at or now - row.last_seen_at >= IDLE:
         return None

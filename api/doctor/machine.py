@@ -24,7 +24,7 @@ _ROOMS = Path(__file__).resolve().parents[2]
 
 
 def disk(settings: Settings) -> Iterator[Finding]:
-    """Whether the data folder allows what a service does with it: a write, a flush, a rename, a lock."""
+    """Check that the data folder allows what a service does in it: a write, a flush, a rename, a lock."""
     folder = settings.data_dir if settings.data_dir.exists() else nearest(settings.data_dir)
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as place:
@@ -53,7 +53,7 @@ def disk(settings: Settings) -> Iterator[Finding]:
 
 
 def permissions(settings: Settings) -> Iterator[Finding]:
-    """Whether everything in the data folder is readable by its user alone."""
+    """Check that everything in the data folder is readable by its user alone."""
     folder = settings.data_dir
     if not folder.is_dir():
         yield ok("permissions", f"{folder} is not there yet: the first start makes it")
@@ -81,7 +81,7 @@ def permissions(settings: Settings) -> Iterator[Finding]:
 
 
 def open_files(settings: Settings) -> Iterator[Finding]:
-    """Whether enough files may be open. The server raises its own limit as far as it may."""
+    """Check that enough files may be open at a time. The server raises its own limit as far as it may."""
     wanted = settings.front.max_connections
     remedy = f"ulimit -n {wanted + OTHER_FILES} (systemd: LimitNOFILE), or lower front.max_connections"
     try:

@@ -34,7 +34,7 @@ def models(settings: Settings) -> Iterator[Finding]:
 
 
 def engines(settings: Settings) -> Iterator[Finding]:
-    """Whether the programs of the workers that the settings ask for are installed."""
+    """Check that the programs of the workers that the settings ask for are installed."""
     try:
         embedded_workers(settings, settings.models)
     except SettingsError as error:

@@ -67,7 +67,8 @@ async def _asked(provider: Provider) -> tuple[Metadata, list[Any]]:
 
 
 def _proof(provider: Provider, metadata: Metadata) -> Iterator[Finding]:
-    """Whether the provider accepts one of the client's ways to prove itself when it exchanges a code."""
+    """Check that the provider accepts one of the ways in which Weft, as its client, can prove itself when it exchanges
+    a code."""
     from api.oidc.refusals import ProviderError
 
     offered = ", ".join(metadata.token_endpoint_auth_methods_supported)[:200] or "nothing"
@@ -86,8 +87,8 @@ def _proof(provider: Provider, metadata: Metadata) -> Iterator[Finding]:
 
 
 def _clock(oidc: OidcSettings) -> Iterator[Finding]:
-    """Whether the provider's clock agrees, by the date of its answers (RFC 9110, section 6.6.1: whole seconds, rounded
-    down)."""
+    """Check that the provider's clock agrees with ours, by the date of its answers (RFC 9110, section 6.6.1: whole
+    seconds, rounded down)."""
     from api.oidc.provider import TIMEOUT_S, discovery_address
 
     def read() -> float:

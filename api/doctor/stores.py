@@ -86,8 +86,7 @@ def _revision(engine: Engine, says: str) -> Finding:
 
 
 def login(settings: Settings) -> Iterator[Finding]:
-    """Whether, on PostgreSQL, the server's login is a member of the role that sees all rows; it should be no
-    superuser."""
+    """Check, on PostgreSQL, that the server's login is a member of the role that sees all rows, and no superuser."""
     if is_sqlite(settings.effective_database_url):
         return
     role = {"role": SERVICE_ROLE}
@@ -107,7 +106,7 @@ def login(settings: Settings) -> Iterator[Finding]:
 
 
 def jobs(settings: Settings) -> Iterator[Finding]:
-    """Whether jobs run while a service runs."""
+    """Check that jobs run while a service runs."""
     if not settings.redis_url and other_server(settings.data_dir) is None:
         return
     with _connected(settings) as connection:
@@ -127,7 +126,7 @@ def jobs(settings: Settings) -> Iterator[Finding]:
 
 
 def blobs(settings: Settings) -> Iterator[Finding]:
-    """Whether the object store answers and lets this key read."""
+    """Check that the object store answers and lets this key read."""
     if not settings.blob_url:
         return
     from store.blobs.bucket import Bucket
@@ -195,7 +194,7 @@ def workers(settings: Settings) -> Iterator[Finding]:
 
 
 def clocks(settings: Settings) -> Iterator[Finding]:
-    """Whether clocks agree: leases and expiries use those of the database, of Redis and of the file system."""
+    """Check that clocks agree: leases and expiries use the clocks of the database, of Redis and of the file system."""
     apart = {name: apart_s(read) for name, read in _clocks(settings).items()}
     ahead = {name: off for name, off in apart.items() if abs(off) > SKEW_S}
     if ahead:

@@ -19,7 +19,7 @@ from store.blobs.contract import Blobs, Damaged, files_of
 
 #: How long signed links are valid.
 LINKS_LAST = timedelta(hours=1)
-#: Older clients take an archive for whole only if it has this file.
+#: Older clients consider an archive complete only if this file is in it.
 COMPLETE = "checkpoint_complete"
 ARCHIVES = "archives"
 

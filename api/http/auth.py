@@ -28,7 +28,8 @@ from store.people.secret import digest
 
 T = TypeVar("T")
 
-#: The key in a request's scope for credentials that were looked up for this request alone: how to look again.
+#: The key in a request's scope under which a function is kept that looks up the credentials again, if they were looked
+#: up for this request alone.
 LOOK_KEY = "weft.look_again"
 #: Keys seen in the last seconds, by their SHA-256 (for tokens by the key's number).
 KeyCache = Remembered[Principal]

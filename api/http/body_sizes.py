@@ -29,7 +29,7 @@ SIZES: dict[SizeClass, BodySize] = {
 
 #: The key in a request's scope under which the route's guard leaves the size class for `api.http.bodies`.
 SCOPE_KEY = "weft.body_size"
-#: The key under which it leaves itself, once it has let a key in.
+#: The key under which the guard leaves itself, once it has accepted the request's API key.
 GUARD_KEY = "weft.guard"
-#: The key under which it leaves the `RequestRoom` of a large body.
+#: The key under which the guard leaves the `RequestRoom` of a large body.
 ROOM_KEY = "weft.room"

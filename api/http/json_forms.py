@@ -104,7 +104,7 @@ def _write(message: pb.Tensor, tensor: _Tensor, where: str) -> None:
 
 
 def only_json(accept: str) -> bool:
-    """Whether a client with this Accept header cannot read protobuf. Without a header, or with */*, it can."""
+    """True if a client with this Accept header cannot read protobuf. Clients without the header, or with */*, can."""
     return "json" in accept and "protobuf" not in accept
 
 

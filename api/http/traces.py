@@ -84,7 +84,7 @@ class _Writer:
         descriptor.process.process_name = f"session {session_id}"
 
     def take(self) -> bytes:
-        """What was written since the last call."""
+        """The bytes of the trace that were written since the last call."""
         piece: bytes = self._trace.SerializeToString()
         self._trace.Clear()
         return piece

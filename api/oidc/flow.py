@@ -27,7 +27,7 @@ from store.people.identities import Account
 from store.people.oidc_settings import OidcSettings
 from store.people.secret import derive
 
-#: How long somebody may take at the provider.
+#: How long a person may take to sign in at the provider.
 LIFE_S = 600
 #: The longest code, in characters.
 MAX_LETTERS = 4096

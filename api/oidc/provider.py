@@ -109,8 +109,8 @@ class Provider:
         return Tokens(given[0], given[1])
 
     def method(self, metadata: Metadata) -> str:
-        """How the client proves itself at the token endpoint: one of the two ways of RFC 6749, section 2.3.1. Raises
-        ProviderError if the provider accepts neither."""
+        """The way in which Weft, as the provider's client, proves itself at the token endpoint: one of the two of RFC
+        6749, section 2.3.1. Raises ProviderError if the provider accepts neither."""
         offered = metadata.token_endpoint_auth_methods_supported
         found = "none" if self._secret is None else next((way for way in METHODS if way in offered), None)
         if found is None:

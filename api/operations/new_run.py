@@ -31,7 +31,8 @@ def run_id_of(session_id: str, seq: int) -> str:
 
 
 def check_session(session: Session, who: Principal, session_id: str, run_id: str) -> bool:
-    """Whether the run exists already, which makes the request a repeat; if not, its session must accept new runs."""
+    """True if the run exists already, which makes the request a repeat. If it does not, raises unless the session
+    accepts new runs."""
     if plain_id(run_id) and known(session, run_id, 0):
         run_by_id(session, who, run_id)
         return True

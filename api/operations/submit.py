@@ -65,7 +65,8 @@ Check = Callable[[tables.Run], Checked]
 
 @dataclass(frozen=True)
 class Submitter:
-    """On whose behalf an operation is submitted: the principal, the project of its session, and the limits of both."""
+    """The party for which an operation is submitted: the principal, the project of the operation's session, and the
+    limits of both."""
 
     who: Principal
     project_id: str | None

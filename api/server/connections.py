@@ -183,23 +183,24 @@ class Connection(HttpToolsProtocol):
 
     @property
     def unread(self) -> bool:
-        """Whether a body waits until its request asks for it, so that reading does not tell that the client left."""
+        """True while a body is left unread until its request asks for it. Then no read can show that the client has
+        left."""
         return self.body_since is not None and self.flow.read_paused and not self.pipeline
 
     @property
     def takes_bytes(self) -> int:
-        """How much is read at a time of what comes next."""
+        """How many bytes the next read takes at most."""
         return READ_UNASKED_BYTES if self.body_since is None or self.pipeline else READ_BYTES
 
     def _unasked(self) -> bool:
-        """Whether the rest of a body is to come, and its request is not waiting for it."""
+        """True if the rest of a body is still to come and its request does not wait for it."""
         if self.body_since is None or self.cycle is None or self.cycle.response_complete:
             return False
         return self._headed or bool(self.cycle.body)
 
     def _stays(self) -> bool:
-        """Whether closing is put off until the rest of an answered request has come. A second close, or one for another
-        reason, is not."""
+        """Put the closing off until the rest of an answered request has come, and return True. A second close, or a
+        close for another reason, is not put off."""
         cycle = self.cycle
         if self._ends or cycle is None or cycle.keep_alive or not cycle.response_complete or self.body_since is None:
             return False

@@ -89,7 +89,8 @@ class Gate:
         return False
 
     def late(self, connection: Connection, now: float) -> str | None:
-        """What the connection's client is late with; None if it is not."""
+        """What the client of the connection is late with (headers, a body, reading an answer); None if it is not
+        late."""
         settings = self._settings
         if connection.headers_since is not None and now - connection.headers_since > settings.header_timeout_s:
             return "headers"

@@ -29,15 +29,16 @@ GRACE_S = 120.0
 
 
 class Silence:
-    """Whether clients' silence counts: only once this process has been able to hear them for a while. It cannot before
-    its start, nor while its machine sleeps or the process is stopped (which looks like a clock that was set)."""
+    """Decides whether the silence of clients may end their sessions: only once this process has been able to hear
+    clients for a while. It cannot hear them before its start, nor while the machine sleeps or the process is stopped
+    (which looks like a clock that was set)."""
 
     def __init__(self, idle_s: float, now: datetime) -> None:
         self._idle, self._grace = timedelta(seconds=idle_s), timedelta(seconds=min(GRACE_S, idle_s))
         self._since = self._looked = now
 
     def counts(self, now: datetime) -> bool:
-        """Call it in each round."""
+        """True if silence may end sessions now. Must be called in each round, to notice rounds that came late."""
         if not timedelta() <= now - self._looked <= self._idle / 2:
             self._since = now
         self._looked = now
@@ -45,8 +46,9 @@ class Silence:
 
 
 async def keep_house(service: Service, clock: Callable[[], datetime] | None = None) -> None:
-    """Rounds of housekeeping, for as long as the server runs; cancelled at its end. Tests pass a `clock` of their
-    own."""
+    """At least every ROUND_S: write what memory has noted (signs of life, uses of keys, fetched results) to the
+    database, end idle sessions (`reap`), and delete old telemetry. Runs until it is cancelled at the server's end.
+    Tests pass a `clock` of their own."""
     idle_s = service.settings.session_idle_s
     own = clock or (lambda: datetime.now(UTC))
     silence = Silence(idle_s, own())

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 #: How long requests may take after a signal; long polls are answered at once.
 FINISH_REQUESTS_S = 5
-#: A look for late connections every so many of uvicorn's ticks: once a second.
+#: After how many of uvicorn's ticks late connections are looked for: once a second.
 _SWEEP_TICKS = 10
 
 

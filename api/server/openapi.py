@@ -74,7 +74,7 @@ BODIES: dict[str, type[Any]] = {
     "/weft/projects/{project_id}": ProjectChange,
     "/weft/rate_limits/{scope}/{id}": NewLimits,
 }
-#: The type of the JSON body of paths that clients of other APIs call (docs/openai.md).
+#: The type of the JSON body of the OpenAI- and vLLM-compatible routes (docs/openai.md), by path.
 DOORS: dict[str, type[Any]] = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 #: Up to this many written bytes wait for what is written next in the same turn of the event loop.
 MAX_HELD_BYTES = 2048
-#: A larger body is not copied just to save a packet.
+#: A body larger than this is sent in a packet of its own: copying it would cost more than the packet saved.
 MAX_JOINED_BYTES = 65_536
 #: The event of a client that has left, on systems that report it for a connection that is not read.
 _LEFT = getattr(select, "POLLRDHUP", 0)
@@ -102,7 +102,7 @@ class Joining:
 
 
 def left(transports: Iterable[Any]) -> list[Any]:
-    """Those of the transports whose client has closed the connection, or its sending half of it."""
+    """The transports whose client has closed the connection, or the client's sending half of it."""
     asked, by_number = select.poll(), dict[int, Any]()
     for transport in transports:
         number = transport.get_extra_info("socket").fileno()

@@ -30,7 +30,7 @@ class Fetched:
     def __init__(self, database: Database, clock: Callable[[], datetime] | None = None) -> None:
         self._database = database
         self._clock = clock
-        #: By organisation: by result, who has fetched it.
+        #: By organisation, then by result: the client that has fetched the result.
         self._noted: defaultdict[str, dict[str, Principal]] = defaultdict(dict)
 
     def note(self, who: Principal, request_ids: Iterable[str]) -> None:

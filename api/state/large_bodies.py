@@ -4,14 +4,13 @@ While a body is received, it counts against its organisation alone: the client d
 one must not hold up others. Once it has been received, it is worked on (unpacked, checked, stored). That takes several
 times its size in memory, and counts against the whole server.
 
-A body without room waits in line, first come first served, and after a while its client is told to come again. Finding
-out what is wrong with a large body costs everybody, since the interpreter does nothing else meanwhile. So an
-organisation whose body was refused has to rest: its next bodies wait several times as long as that one took. Lives in
-the event loop. Guards of routes that take data hold the room for as long as the request lasts (`api.http.access`).
-Large results that are read for an answer take room in the same way, apart from bodies, until their client has received
-them. Here, too, the client decides how long that takes; so all results together are bounded by a `Pool`, in which
-organisations that hold much leave room for others.
-"""
+A body without room waits in a queue (`Line`), first come first served, and after a while its client is told to come
+again. Finding out what is wrong with a large body costs everybody, since the interpreter does nothing else meanwhile.
+So an organisation whose body was refused has to rest: its next bodies wait several times as long as that one took.
+Lives in the event loop. Guards of routes that take data hold the room for as long as the request lasts
+(`api.http.access`). Large results that are read for an answer take room in the same way, apart from bodies, until their
+client has received them. Here, too, the client decides how long that takes; so all results together are bounded by a
+`Pool`, in which organisations that hold much leave room for others."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ AT_A_TIME = 2
 #: As many bytes of results as this many of the largest size may be held in all.
 RESULTS_IN_HAND = 8
 WAIT_S = 10.0
-#: Longer than any client waits.
+#: A wait longer than that of any client.
 FOR_LONG_S = 86_400.0
 #: How long an organisation rests, as a multiple of the time that it took to refuse its body; and the longest rest.
 REST_TIMES = 9
@@ -49,15 +48,16 @@ _WRONG = frozenset({400, 404, 413, 422})
 
 
 class Pool:
-    """What the lines of all organisations hold together. A line is admitted only if it then holds no more than the pool
-    has left: so each finds room for half of what the others leave, and a few cannot take it all."""
+    """The bytes that the queues (`Line`) of all organisations hold together. A queue gets bytes only if it then holds
+    no more than the pool has left: so each finds room for half of what the others leave, and a few cannot take it
+    all."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most = self._free = most_bytes
-        self._lines: dict[Line, None] = {}  # lines that hold something or wait, in the order in which they came
+        self._lines: dict[Line, None] = {}  # queues that hold bytes or wait, oldest first
 
     def take(self, line: Line, held_bytes: int, size_bytes: int) -> bool:
-        """Take `size_bytes` for a line that holds `held_bytes`. False if there is no room."""
+        """Take `size_bytes` for a queue that holds `held_bytes`. False if there is no room."""
         self._lines.setdefault(line)
         fits = held_bytes + size_bytes <= self._free - size_bytes
         self._free -= size_bytes if fits else 0
@@ -72,7 +72,7 @@ class Pool:
 
 
 class Line:
-    """A number of bytes that may be held at a time, given out in order of arrival."""
+    """A queue for a number of bytes that may be held at a time: they are given out in order of arrival."""
 
     def __init__(
         self, scope: str, most_bytes: int, wait_s: float, what: What = "bodies", pool: Pool | None = None
@@ -117,8 +117,8 @@ class Line:
         self.admit()
 
     def admit(self) -> None:
-        """Admit the first in line as soon as it fits. Others wait behind it: smaller bodies would otherwise keep a
-        large one out for ever."""
+        """Admit the first body of the queue as soon as it fits. Others wait behind it: smaller bodies would otherwise
+        keep a large one out for ever."""
         loop = asyncio.get_running_loop()
         if self._waiting and loop.time() < self.rests_until:
             loop.call_at(self.rests_until, self.admit)
@@ -195,7 +195,7 @@ class LargeBodies:
             self._forget(org_id)
 
     def _forget(self, org_id: str) -> None:
-        """Drop the line of an organisation that neither holds nor waits for anything."""
+        """Drop the queue of an organisation that neither holds nor waits for anything."""
         line = self._orgs.get(org_id)
         if line is None or not line.empty:
             return

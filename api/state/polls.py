@@ -21,7 +21,7 @@ from store.settings import FrontSettings, SettingsError
 T = TypeVar("T")
 
 SHARE = 3
-#: When an organisation beyond its share is told to come again.
+#: After how many seconds an organisation beyond its share is told to come again.
 COME_AGAIN_S = 5
 #: How many files of this process are no connections: the database, blobs, workers.
 OTHER_FILES = 256
@@ -39,7 +39,7 @@ class LongPolls:
         self._released = False
 
     def full(self, org_id: str) -> bool:
-        """Whether an organisation holds its whole share."""
+        """True if the organisation's polls hold its whole share of connections."""
         return SHARE * self._of[org_id] >= self._most - self._of.total()
 
     def check(self, org_id: str) -> None:

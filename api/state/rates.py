@@ -74,7 +74,7 @@ class Buckets:
 
     @property
     def empty(self) -> bool:
-        """Whether no bucket has been used."""
+        """True if no bucket has been used."""
         return not self._full_at
 
     def wait_s(self, charge: Charge) -> float:
@@ -142,7 +142,7 @@ async def count_tokens(rates: Rates, limits: Iterable[RateLimit], tokens: int) -
 
 
 async def check_in_flight(limits: Iterable[RateLimit], in_flight: InFlight, new: NewOperation) -> None:
-    """Whether `new` may be accepted beside what is in flight. Raises RateLimited."""
+    """Raise RateLimited if `new` may not be accepted beside what is in flight."""
     held = [one for one in limits if one.max_in_flight is not None and not in_flight.has(one.scope, one.id, new)]
     found = [await in_flight.elsewhere(limit.scope, limit.id, new) for limit in held]
     for limit, elsewhere in zip(held, found, strict=True):

@@ -89,7 +89,7 @@ class Service:
     blobs: Blobs
     prices: PriceList
     journal: OperationJournal
-    #: Counts of what the machines do.
+    #: Counts of what trainers and generators do.
     stats: Callable[[], dict[str, Any]]
     afterwards: Afterwards = field(default_factory=Afterwards)
     rates: Rates = field(default_factory=LocalRates)
@@ -117,7 +117,7 @@ class Service:
 
     @cached_property
     def sizes(self) -> SizesOf:
-        """How large runs are."""
+        """The sizes of runs (`api.checks.adapter_sizes`)."""
         return sizes_of(self.cards)
 
     @cached_property

@@ -13,9 +13,9 @@ from scheduler.links.contract import QueueUnreachable
 from scheduler.links.redis_clients import pooled
 from scheduler.links.redis_queue import reaching
 
-#: KEYS are the buckets; ARGV[1] is the period in microseconds, followed by a limit and a cost for each. The value of a
-#: bucket is the time at which it will be full. Returns the index of the charge that must wait longest, and for how many
-#: microseconds.
+#: KEYS are the buckets; ARGV[1] is the period in microseconds, followed by a limit and a cost for each bucket. The
+#: value of a bucket is the time at which it will be full. Returns the index of the charge that must wait longest, and
+#: for how many microseconds.
 _TAKE = """
 local time = redis.call("TIME")
 local now, period = time[1] * 1000000 + time[2], tonumber(ARGV[1])

@@ -29,10 +29,10 @@ T = TypeVar("T")
 #: As many as one address may have connections by default, so that a client's own burst is not refused. A waiting
 #: request takes some 40 KB.
 MOST_WAITING = 2048
-#: When a refused client is told to come again: by then the line has most likely moved on.
+#: After how many seconds a refused client is told to come again: by then the queue has most likely moved on.
 COME_AGAIN_S = 5
 
-_waiting: Counter[str] = Counter()  # by organisation: waiting requests in all lines of this process
+_waiting: Counter[str] = Counter()  # by organisation: waiting requests in all queues of this process
 
 
 def check_line(org_id: str) -> None:

@@ -28,14 +28,14 @@ def managed_key(session: Session, who: Principal, key_id: str) -> tables.ApiKey:
 
 
 def changed_key(session: Session, who: Principal, key_id: str, what: str) -> tables.ApiKey:
-    """As `managed_key`, to change or end it. Raises Forbidden for a key that goes beyond `who`."""
+    """As `managed_key`, for a key that is to be changed or ended. Raises Forbidden for a key that goes beyond `who`."""
     row = managed_key(session, who, key_id)
     permit(who.reach, key_reach(session, row), f"{what} key {key_id}")
     return row
 
 
 def key_reach(session: Session, row: tables.ApiKey) -> Reach:
-    """How far a key goes today."""
+    """What a key allows today."""
     member = session.get(tables.Membership, (row.org_id, row.user_id)) if row.user_id is not None else None
     role = "owner" if row.user_id is None else member.role if member is not None else "viewer"
     return Reach.of(row.scopes, role, row.project_id, row.expires_at)

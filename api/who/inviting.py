@@ -48,7 +48,7 @@ def join(session: Session, secret: str, user: User, now: datetime, address: str 
 
 
 def _maker(session: Session, row: Invitation) -> Reach | None:
-    """How far the invitation's maker goes today; None if they have left. Operators have no bounds."""
+    """What the invitation's maker may do today; None if they have left. Operators have no bounds."""
     if row.made_with is not None:
         key = session.get(ApiKey, row.made_with)
         who = principal_of(session, key) if key is not None and key.org_id == row.org_id and is_good(key) else None

@@ -16,14 +16,14 @@ R = TypeVar("R", bound=tables.Run | tables.Sampler)
 
 @dataclass(frozen=True)
 class Lane(Generic[R]):
-    """Its row, the session that it belongs to, and the limits of that session's project, if it has one."""
+    """A lane's row, its session, and the limits of the session's project, if the session has one."""
 
     row: R
     owner: tables.Session
     project: RateLimit | None
 
     def seen_by(self, who: Principal) -> bool:
-        """Whether `who` sees it, as `api.who.lookup.sees`, from the facts at hand."""
+        """True if `who` sees the lane: `api.who.lookup.sees` without asking the database."""
         return self.row.org_id == who.org_id and who.project_id in (None, self.owner.project_id)
 
 

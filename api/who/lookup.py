@@ -46,7 +46,7 @@ def visible(
 
 
 def sees(session: Session, who: Principal, row: tables.Run | tables.Sampler | tables.Operation) -> bool:
-    """As `visible`, for one row that belongs to a session."""
+    """True if `who` sees the row, which belongs to a session, by the rule of `visible`."""
     if row.org_id != who.org_id or who.project_id is None:
         return row.org_id == who.org_id
     owner = session.get(tables.Session, row.session_id)

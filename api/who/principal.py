@@ -49,7 +49,7 @@ class Principal:
     scopes: frozenset[str] = SCOPES
     status: str = "active"
     limits: tuple[RateLimit, ...] = field(default=(), compare=False)
-    #: The scopes given to the credential, whatever the role leaves of them, and its end.
+    #: The scopes given to the credential, even those that the role does not allow, and the credential's end.
     given: frozenset[str] = SCOPES
     until: datetime | None = None
     #: False if somebody else has been given the secret of a user's key: its actions are then not known to be the
@@ -68,7 +68,7 @@ class Principal:
 
     @property
     def actor(self) -> str:
-        """Who acts, in the audit log."""
+        """The actor's name in the audit log."""
         return f"user:{self.user_id}" if self.user_id is not None and self.in_person else f"key:{self.key_id}"
 
     def made(self) -> ColumnElement[bool]:
@@ -77,7 +77,7 @@ class Principal:
         return by_key if self.user_id is None else or_(by_key, tables.Session.user_id == self.user_id)
 
     def owns(self, row: tables.Session | tables.Operation | Operation) -> bool:
-        """As `made`, for one session or operation."""
+        """True if this principal owns the session or operation, by the rule of `made`."""
         by_key = self.key_id is not None and row.key_id == self.key_id
         return by_key or (self.user_id is not None and row.user_id == self.user_id)
 

@@ -41,12 +41,12 @@ class Reach:
         return cls.of(SCOPES, role)
 
     def ends_by(self, wished: datetime) -> datetime:
-        """When something that this credential makes ends, if it is to last until `wished`."""
+        """The end of something that this credential makes and that is to last until `wished`."""
         return wished if self.until is None else min(wished, self.until)
 
 
 def beyond(own: Reach, other: Reach) -> list[str]:
-    """In what `other` goes further than `own`, in words; empty if it does not."""
+    """What `other` allows and `own` does not, or not for as long, in words; empty if nothing."""
     found = []
     if more := other.scopes - own.scopes:
         found.append(f"scopes: {', '.join(sorted(more))}, which yours does not have")

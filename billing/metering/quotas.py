@@ -93,7 +93,7 @@ class Standing:
 
 
 def standings(session: Session, org_id: str, limits: Limits) -> list[Standing]:
-    """All quotas of an organisation, with what it uses."""
+    """All quotas of an organisation: each one's limit, and how much of it the organisation uses."""
     return [
         Standing(name, limit_of(session, org_id, claim(limits, name)), quota.used and quota.used(session, org_id))
         for name, quota in QUOTAS.items()

@@ -29,8 +29,8 @@ from store.tables import LOADS, Checkpoint, Operation, Run, Sampler, StorageSpan
 
 HOUR = timedelta(hours=1)
 _HOUR_US = 3_600_000_000
-#: How far one call meters at most. If a clock is years ahead for a moment, this is all that is billed too early; the
-#: hours that follow are not billed again.
+#: The longest stretch of time that one call meters. If a clock is years ahead for a moment, this is all that is billed
+#: too early; the hours that follow are not billed again.
 MOST = timedelta(days=7)
 #: How many spans one transaction meters.
 AT_A_TIME = 200

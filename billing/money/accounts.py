@@ -335,8 +335,8 @@ def record_alerts(
 
 
 def check_left(session: Session, payer: Payer, now: datetime) -> None:
-    """For an action that is no operation and costs nothing by itself: raise OutOfMoney unless an operation that costs
-    nothing would be accepted now. Call it in a write that has the organisation's lock."""
+    """Raise OutOfMoney unless an operation that costs nothing would be accepted now. Actions that are no operations and
+    cost nothing by themselves call this, in a write that has the organisation's lock."""
     accounts = Accounts(session, {payer}, {now}, now)
     accounts.hold(payer, 0, now)
     accounts.store()

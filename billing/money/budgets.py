@@ -32,7 +32,7 @@ ALERT_PCTS = (50, 80, 100)
 
 @dataclass(frozen=True)
 class BudgetState:
-    """A budget in its current period."""
+    """A budget, and what is spent and held of it in its current period."""
 
     budget: Budget
     start: datetime
@@ -47,7 +47,7 @@ class BudgetState:
 
 @dataclass(frozen=True)
 class Counted:
-    """What was spent in the periods that a budget may need, by the events up to `last_id` of its organisation. Later
+    """The amounts spent in the periods that a budget may need, from its organisation's events up to `last_id`. Later
     events have greater ids, since whoever writes one has the organisation's lock."""
 
     last_id: int
@@ -112,7 +112,7 @@ def set_budget(
 
 
 def owns(session: Session, org_id: str, scope: Scope, scope_id: str) -> bool:
-    """Whether the organisation has the project or key that a budget is to be made for."""
+    """True if the organisation has the project or key that a budget is to be made for."""
     if scope == "project":
         return scope_id.isprintable() and session.get(Project, (org_id, scope_id)) is not None
     number = int(scope_id) if scope_id.isdecimal() and len(scope_id) < 19 else 0
@@ -155,7 +155,7 @@ def states(session: Session, org_id: str, now: datetime | None = None) -> list[B
 
 
 def derived(session: Session, budget: Budget, start: datetime) -> tuple[int, int]:
-    """What was spent and is held of a budget in the period from `start`, computed from events and operations."""
+    """The amounts spent and held of a budget in the period from `start`, computed from events and operations."""
     return _spent(session, budget, start), _held(session, budget, start)
 
 

@@ -28,7 +28,7 @@ def give(
     memo: str = "",
     now: datetime | None = None,
 ) -> CreditGrant:
-    """Credit an organisation. Call it in a write."""
+    """Credit an organisation. Must be called in a write."""
     if amount_nusd <= 0:
         raise ValueError(f"a grant must be more than 0, got {amount_nusd} nUSD")
     now = now or datetime.now(UTC)

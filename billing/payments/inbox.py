@@ -29,7 +29,8 @@ TOLERANCE_S = 300
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
 #: After this many failed attempts an alert is raised; attempts go on.
 ATTEMPTS_BEFORE_ALERT = 6
-#: How far back events are asked for: Stripe tries to deliver for three days, and lists events of the last thirty.
+#: Events are asked for from LATE before the last time of asking (Stripe tries to deliver for three days), and no
+#: further back than LISTED (it lists events of the last thirty).
 LATE, LISTED = timedelta(days=4), timedelta(days=30)
 #: How many events a page of that list has.
 PAGE = 100

@@ -82,7 +82,7 @@ def close(database: Database, org_id: str, period_start: datetime, now: datetime
 
 
 def _unfinished(session: Session, org_id: str, period_start: datetime) -> str:
-    """What of a month's usage is not at Stripe yet; "" if nothing is missing."""
+    """The part of a month's usage that Stripe does not have yet, in words; "" if nothing is missing."""
     metered = session.scalar(select(Wallet.mode).where(Wallet.org_id == org_id)) == "postpaid"
     if metered and (missing := unput_uusd(session, org_id, period_start)):
         return f"{missing} micro-USD are not in the outbox"  # after the closing no more of it would be put there
@@ -136,7 +136,7 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
 
 
 def _of_meters(invoice: Any) -> bool:
-    """Whether the subscription to our meters made the invoice for a month: a customer may have other invoices, and that
+    """True if the invoice is for a month of the subscription to our meters. A customer may have other invoices, and the
     subscription starts with an empty one."""
     details = (invoice.to_dict().get("parent") or {}).get("subscription_details") or {}
     metadata = details.get("metadata") or {}

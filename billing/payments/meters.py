@@ -114,7 +114,7 @@ def _beyond_uusd(session: Session, org_id: str, meter: str, period: datetime, cu
 
 
 def is_closed(session: Session, org_id: str, period_start: datetime) -> bool:
-    """Whether a month has its invoice."""
+    """True if the month that begins at `period_start` has its invoice."""
     return session.scalar(select(Invoice.id).filter_by(org_id=org_id, period_start=period_start)) is not None
 
 

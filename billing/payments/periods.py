@@ -11,7 +11,7 @@ def period_of(at: datetime) -> datetime:
 
 
 def end_of(period_start: datetime) -> datetime:
-    """The start of the next one."""
+    """The end of the month that begins at `period_start`, which is the start of the next one."""
     return period_of(period_start + timedelta(days=32))
 
 

@@ -107,7 +107,7 @@ def send(client: StripeClient, claimed: StripeOutbox, now: Callable[[], datetime
 
 
 def settle(session: Session, claimed: StripeOutbox, verdict: Verdict, now: datetime) -> None:
-    """Store the outcome of an attempt. Call it in a write."""
+    """Store the outcome of an attempt to send. Must be called in a write."""
     row = session.get_one(StripeOutbox, claimed.id, with_for_update=True)
     if row.state == "sent":
         return

@@ -27,7 +27,7 @@ ASK_AGAIN = timedelta(hours=1)
 
 
 def meter_ids(client: StripeClient) -> dict[str, str]:
-    """Stripe's id of each active meter, by its event name."""
+    """Stripe's id of each active meter, by the name of the meter's events."""
     meters = client.v1.billing.meters.list({"status": "active", "limit": 100})
     return {meter.event_name: meter.id for meter in meters.auto_paging_iter()}
 

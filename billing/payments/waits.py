@@ -12,5 +12,6 @@ LONGEST = timedelta(hours=1)
 
 
 def is_due(at: InstrumentedAttribute[datetime], now: datetime) -> ColumnElement[bool]:
-    """Whether the next try is due. A time further off than the longest wait was set by a fast clock."""
+    """The condition that the next try, set for `at`, is due. If `at` is further off than the longest wait, a fast clock
+    set it: then the try is due, too."""
     return or_(at <= now, at > now + LONGEST)

@@ -40,7 +40,7 @@ _EPOCH = datetime(1970, 1, 1)
 
 @dataclass(frozen=True)
 class Margin:
-    """One organisation on one model."""
+    """What one organisation paid for tokens of one model, and what these cost on our machines."""
 
     org_id: str
     base_model: str

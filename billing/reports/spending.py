@@ -25,7 +25,7 @@ DIMENSIONS: tuple[Dimension, ...] = get_args(Dimension)
 TOKEN_KINDS = ("train", "prefill", "cached_prefill", "sample")
 #: Kinds that users come for; prompts are read only for their sake.
 GOT_KINDS = ("train", "sample")
-#: For `both`.
+#: The columns to select for `both`: halves of the sums of quantity and amount.
 SUMS = halves(UsageHour.quantity, UsageHour.amount_nusd)
 
 
@@ -58,7 +58,8 @@ class DayRow:
 
 @dataclass(frozen=True)
 class ShareRow:
-    """What one model (project, key, ...) used of one kind. `name` is None for usage without one."""
+    """What one model (or project, key, ...), called `name`, used of one kind. `name` is None for usage without a
+    project (key, ...)."""
 
     name: str | None
     kind: str
@@ -132,7 +133,7 @@ def per_mtok_got(rows: Iterable[DayRow | ShareRow | DayShareRow]) -> int | None:
 
 
 def of_runs(session: Session, org_id: str, run_ids: Sequence[str]) -> dict[str, Spent]:
-    """What runs have used so far, including samples from their weights."""
+    """The usage of runs so far, including samples from their weights."""
     spent: dict[str, Spent] = {}
     columns = (UsageHour.run_id, UsageHour.kind)
     query = select(*columns, *SUMS).where(UsageHour.org_id == org_id, UsageHour.run_id.in_(run_ids))
@@ -201,7 +202,7 @@ def _stored(dimension: Dimension, value: str | None) -> str | int:
 
 
 def both(*sums: Any) -> tuple[int, int]:
-    """Quantity and amount, from the sums of their `halves`."""
+    """Quantity and amount, put together from the four sums of their `halves`."""
     return whole(*sums[:2]), whole(*sums[2:])
 
 

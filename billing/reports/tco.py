@@ -20,7 +20,7 @@ HOURS_PER_MONTH = 730.0
 
 @dataclass(frozen=True)
 class Server:
-    """What a server costs, by the settings."""
+    """The cost of one server, by the settings."""
 
     owned: OwnershipSettings
 
@@ -49,7 +49,7 @@ class Server:
 
 @dataclass(frozen=True)
 class GpuHour:
-    """Dollars for one hour of one GPU, used or not."""
+    """The cost of one hour of one GPU in dollars, whether the GPU is used or not."""
 
     capital_usd: float
     running_usd: float
@@ -66,7 +66,7 @@ def annuity(interest_per_year: float, months: int, value_usd: float) -> float:
 
 
 def pool_usd(gpu_hour_usd: float, gpus: int, seconds: float) -> float:
-    """What owning `gpus` GPUs for that time costs."""
+    """The cost in dollars of owning `gpus` GPUs for that many seconds."""
     return gpu_hour_usd * gpus * seconds / 3600
 
 

@@ -78,7 +78,7 @@ class APIStatusError(APIError):
 
     @property
     def foreign(self) -> bool:
-        """Whether the answer comes from a proxy or another server: Weft's own refusals carry an error code."""
+        """True if a proxy or another server answered: Weft's own refusals carry an error code."""
         return not (isinstance(self.body, dict) and "code" in self.body)
 
 
@@ -103,11 +103,11 @@ class NotFoundError(APIStatusError):
 
 
 class ConflictError(APIStatusError):
-    """409: it clashes with what is already there."""
+    """409: the request clashes with something that is already there."""
 
 
 class GoneError(APIStatusError):
-    """410: it was there, but is no longer."""
+    """410: what the request asks for was there, but is no longer."""
 
 
 class UnprocessableEntityError(APIStatusError):

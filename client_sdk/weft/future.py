@@ -45,7 +45,7 @@ class Background:
         return future
 
     def here(self) -> bool:
-        """Whether the caller is on the loop's own thread, where waiting would deadlock."""
+        """True if the caller is on the loop's own thread, where waiting would deadlock."""
         return threading.current_thread() is self.thread
 
 
@@ -134,8 +134,8 @@ class APIFuture(Generic[T]):
 
     @property
     def known(self) -> bool:
-        """Whether the caller can know how it ended: it succeeded, or somebody who waited for it got its error. Giving
-        up on waiting does not count."""
+        """True if the caller can know how the work ended: it succeeded, or somebody who waited for it got the error.
+        Giving up on waiting does not count."""
         return self._told or (self._future.done() and not self._future.cancelled() and self._future.exception() is None)
 
     @classmethod
@@ -176,7 +176,7 @@ class APIFuture(Generic[T]):
         return self._future
 
     def done(self) -> bool:
-        """Whether the result, or an error, is there."""
+        """True if the result, or an error, is there."""
         return self._future.done()
 
     def cancel(self) -> bool:

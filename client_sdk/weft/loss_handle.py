@@ -50,7 +50,7 @@ class LossHandle:
 
     @property
     def reads(self) -> Reads:
-        """Names of the inputs that it reads from every datum."""
+        """The inputs that the loss reads from every datum, by name and rank."""
         return Reads(self.name, tuple((given.name, int(given.rank)) for given in self.inputs))
 
     def check(self, data: Sequence[Datum]) -> None:
@@ -122,7 +122,7 @@ def _traced(fn: PerDatumLoss, name: str) -> torch.fx.GraphModule:
 
 
 def _differ(fn: PerDatumLoss, graph: torch.fx.GraphModule, ranks: Sequence[int]) -> bool:
-    """Whether the two functions give different losses, metrics or gradients on an example. False if `fn` does not
+    """True if the two functions give different losses, metrics or gradients on an example. False if `fn` does not
     accept the example's sizes or types: only the ranks of its inputs are known."""
     torch = _torch()
     generator = torch.Generator().manual_seed(0)

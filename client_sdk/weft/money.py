@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def amount_nusd(tokens: int, uusd_per_mtok: int) -> int:
-    """What `tokens` cost, rounded half up once: the same arithmetic as the server's billing."""
+    """The price of `tokens`, rounded half up once: the same arithmetic as the server's billing."""
     return (tokens * uusd_per_mtok * 1000 + 500_000) // 1_000_000
 
 

@@ -204,11 +204,11 @@ class RestClient(AdminClient):
         return self._do("PUT", f"{checkpoint_route(tinker_path)}/ttl", request)
 
     def get_external_weights_urls(self, tinker_path: str) -> APIFuture[ExternalWeightsUrlsResponse]:
-        """Where to fetch the files of an exported checkpoint, one signed URL each."""
+        """The signed URLs of the files of an exported checkpoint, one for each file."""
         return self._get(f"{checkpoint_route(tinker_path)}/external_weights_urls", ExternalWeightsUrlsResponse)
 
     def get_checkpoint_archive_url_from_tinker_path(self, tinker_path: str) -> APIFuture[CheckpointArchiveUrlResponse]:
-        """Where to fetch a tar of a run's state or sampler weights, as PEFT files; a signed URL."""
+        """The signed URL of a tar of a run's state or sampler weights, as PEFT files."""
         return APIFuture.start(self._archive_url(tinker_path))
 
     async def _archive_url(self, tinker_path: str) -> CheckpointArchiveUrlResponse:
@@ -300,7 +300,7 @@ class RestClient(AdminClient):
             await asyncio.sleep(TRACE_POLL_S)
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
-        """What a sampler draws from."""
+        """The base model and weights that a sampler draws from."""
         return self._get(f"/samplers/{part(sampler_id)}", GetSamplerResponse)
 
     def whoami(self) -> APIFuture[WhoamiResponse]:
@@ -328,7 +328,7 @@ class RestClient(AdminClient):
         return self._get("/weft/prices", PricesResponse, model=base_model)
 
     def get_limits(self) -> APIFuture[LimitsResponse]:
-        """What the server accepts."""
+        """The limits of what the server accepts."""
         return self._get("/weft/limits", LimitsResponse)
 
     def get_run_health(self, run_id: str, window_s: float = 3600) -> APIFuture[RunHealthResponse]:
@@ -386,6 +386,6 @@ def part(name: str) -> str:
 
 
 def checkpoint_route(tinker_path: str) -> str:
-    """Where a checkpoint is managed."""
+    """The route under which a checkpoint is managed."""
     run_id, kind, name = parse_checkpoint_path(tinker_path)
     return f"/training_runs/{part(run_id)}/checkpoints/{kind}/{part(name)}"

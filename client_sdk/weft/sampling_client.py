@@ -110,7 +110,7 @@ class SamplingClient(Pending["SamplingClient"]):
 
     @property
     def sampling_session_id(self) -> str:
-        """The sampler's id; waits until it is made."""
+        """The sampler's id; waits until the sampler is made."""
         return APIFuture(self._sampler).result().id
 
     def sample(

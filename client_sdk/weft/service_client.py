@@ -185,7 +185,7 @@ class ServiceClient:
     copy_weights_async = twin(copy_weights)
 
     def estimate(self, plan: Plan) -> APIFuture[CostEstimate]:
-        """What `plan` will cost, before anything of it exists."""
+        """The cost of `plan`, before anything of it exists."""
         return APIFuture.start(fetch_estimate(self.create_rest_client(), plan))
 
     estimate_async = twin(estimate)

@@ -48,7 +48,7 @@ async def fetch_tokenizer(transport: Transport, model: str) -> Path:
 
 
 def cache_dir() -> Path:
-    """Where files from servers are kept."""
+    """The folder in which files from servers are kept."""
     try:
         return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
     except RuntimeError:

@@ -195,7 +195,7 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
         return RestClient(transport=self._session.transport)
 
     def cost(self) -> APIFuture[UsageResponse]:
-        """What this run has used so far, in tokens and money."""
+        """The usage of this run so far, in tokens and money."""
         return APIFuture.start(self._cost())
 
     cost_async = twin(cost)

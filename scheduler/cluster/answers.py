@@ -151,7 +151,7 @@ class SampleAnswers:
 
 
 def _is_stored(answer: Answered) -> bool:
-    """Whether its result, or the logprobs recorded with it, is or becomes a blob."""
+    """True if the answer's result, or the logprobs recorded with the result, is a blob or becomes one."""
     if len(answer.result) > SMALL_BYTES:
         return True
     try:

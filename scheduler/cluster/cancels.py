@@ -24,7 +24,8 @@ class Cancels:
         self._queue, self._broadcasts, self._run = queue, broadcasts, run
 
     async def withdraw(self, op_id: str) -> bool:
-        """Whether the shared queue no longer holds the sample, so that it can be ended as cancelled."""
+        """Take the sample from the shared queue. True if the queue no longer holds it, so that it can be ended as
+        cancelled."""
         loop = asyncio.get_running_loop()
         until = loop.time() + TRIES_S
         while loop.time() < until:

@@ -133,7 +133,7 @@ class LeadingJournal:
         return None
 
     def waiting(self, op_id: str) -> Waiting | None:
-        """What an operation waits for; None if it is not here."""
+        """What an operation waits for; None if this journal does not hold the operation."""
         op = self.training.opened(op_id)
         return self.training.waiting(op) if op is not None else None
 

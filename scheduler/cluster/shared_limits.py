@@ -26,7 +26,7 @@ _row = tables.Operation
 
 
 class BacklogBoard(Board):
-    """Where replicas publish how much they have queued."""
+    """The place in Redis where each replica publishes how much it has queued."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, _KEY)
@@ -37,7 +37,7 @@ class BacklogBoard(Board):
 
 
 def in_flight(database: Database, scope: str, id: str, work: Work | None) -> Elsewhere:
-    """What all replicas have in flight, as the database has it."""
+    """What all replicas have in flight, by the rows of the database."""
     mine = _row.state == "queued", _owner(scope, id)
     unit = case((_row.kind == SAMPLE, _row.id), else_=_row.lane)
     with database.read() as session:

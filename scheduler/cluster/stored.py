@@ -18,7 +18,7 @@ from store.database.db import Database
 #: How many operations one query asks for.
 MOST_AT_ONCE = 500
 
-#: When a sample was accepted, and its operation id.
+#: The time at which a sample was accepted, and the sample's operation id.
 QueuedSample = tuple[datetime, str]
 
 _OP = tables.Operation.__table__
@@ -32,13 +32,13 @@ class StoredOperations:
         self._database = database
 
     def queued(self, op_id: str) -> Operation | None:
-        """The operation, if it has not ended."""
+        """The operation of this id; None if it has ended."""
         with self._database.read() as session:
             row = session.get(tables.Operation, op_id)
         return from_row(row) if row is not None and row.state == "queued" else None
 
     def all_queued(self, op_ids: Sequence[str]) -> dict[str, Operation]:
-        """By id: those of the operations that have not ended."""
+        """The operations of these ids that have not ended, by id."""
         with self._database.ask() as connection:
             found: Iterable[Any] = connection.execute(_QUEUED[connection.dialect.name], {"ids": list(op_ids)})
             return {one.id: from_row(one) for one in found}  # plain rows, for there are many

@@ -58,7 +58,7 @@ _OF_RUNS = {dialect: select(_OP).where(one, _OP.c.kind != SAMPLE) for dialect, o
 
 @dataclass(frozen=True)
 class Shared:
-    """What the parts of one replica share."""
+    """The connections, stores, prices and journal that all parts of one replica share."""
 
     url: str
     database: Database
@@ -148,7 +148,7 @@ class Term:
                 await asyncio.sleep(BEAT_S)
 
     def renewed(self) -> None:
-        """The lease has just been renewed: it is ours for LEADS_S."""
+        """Note that the lease has just been renewed: this replica leads for LEADS_S from now."""
         self._sure_until = asyncio.get_running_loop().time() + tables.LEADS_S
 
     async def _lead(self) -> None:

@@ -37,7 +37,7 @@ class Overdue:
         self._set("loss", loss.limit_s)
 
     def end(self) -> None:
-        """Nothing is in the trainer's hands."""
+        """Note that the trainer has nothing to do."""
         self.loss = None
         for timer in self._timers.values():
             timer.cancel()
@@ -45,7 +45,7 @@ class Overdue:
 
     @property
     def overran(self) -> bool:
-        """Whether the loss being computed has used up its time."""
+        """True if the loss being computed has used up its time."""
         took_s = asyncio.get_running_loop().time() - self._since
         return self.loss is not None and took_s >= MOST_OF_IT * self.loss.limit_s
 

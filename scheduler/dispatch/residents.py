@@ -111,7 +111,7 @@ class Residents:
         self._training.rebuild(lane)
 
     def gone(self, trainer: str) -> None:
-        """A trainer is gone: queue the units that rebuild its runs."""
+        """Queue the units that rebuild the runs of a trainer that is gone."""
         self._there.pop(trainer, None)
         lost = [lane for lane in self._training.runs.values() if self._holder(lane.run_id) == trainer]
         self._homes.leave(trainer)

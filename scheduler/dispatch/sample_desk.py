@@ -129,7 +129,7 @@ class SampleDesk:
         return Present(bool(told), serves, self._loading_s(base_model), self._presence.missing_s(base_model))
 
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """By generator that is here: its counts, and how many samples it holds."""
+        """For each connected generator, by name: its counts, and how many samples it holds."""
         return {one.name: {**one.stats, "held": len(one.held)} for one in self._generators.values()}
 
     def _take(self, generator: _Generator, lease: Lease) -> Operation | None:
@@ -213,7 +213,7 @@ class SampleDesk:
             self._fail(op.id, Failure("; ".join(reasons), "user"))
 
     def _lost(self, generator: _Generator) -> None:
-        """A generator is gone: its samples go back to the queue."""
+        """Put the samples of a generator that is gone back into the queue."""
         self.stats["lost"] += 1
         self._presence.saw(generator.offer.models)
         for held in generator.held.values():

@@ -17,13 +17,13 @@ from store.database.db import Database
 from store.database.leaps import Watch
 from store.settings import Settings
 
-#: What a job did, as counts: {"sent": 3}.
+#: Counts of what a job did: {"sent": 3}.
 Result = dict[str, int]
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """What every job works with; tests pass a `clock` of their own."""
+    """The database, the stores and settings that every job is given; tests pass a `clock` of their own."""
 
     database: Database
     blobs: Blobs

@@ -53,11 +53,11 @@ class JobState:
         return abs(now - self.row.started_at) >= timedelta(seconds=wait_s)
 
     def age_s(self, now: datetime) -> float | None:
-        """Seconds since it last succeeded; None if it never has."""
+        """Seconds since the job last succeeded; None if it never has."""
         return (now - self.row.succeeded_at).total_seconds() if self.row and self.row.succeeded_at else None
 
     def overdue(self, now: datetime) -> bool:
-        """Whether it has not succeeded for more than twice its interval and the time of a lease."""
+        """True if the job has not succeeded for longer than twice its interval and the time of a lease."""
         age_s = self.age_s(now)
         return not self.waits and (age_s is None or age_s > 2 * self.job.every_s + LEASE_S)
 

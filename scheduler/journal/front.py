@@ -35,8 +35,8 @@ class OperationJournal(Protocol):
     def answers(self) -> Answers: ...
 
     async def taken(self, lane: str, seq: int) -> bool:
-        """Whether that number of a run or sampler has been used before. A repeat is not checked again: what it refers
-        to may be gone by now."""
+        """True if this number of a run or sampler has been used, so that the request is a repeat. Repeats are not
+        checked again: what they refer to may be gone by now."""
 
     async def accept(self, new: NewOperation, *rows: tables.Base) -> str:
         """Make `new` (and `rows`) durable, queue it, and return its request id. A repeat returns the first id.

@@ -75,8 +75,8 @@ class Gaps:
                 )
 
     async def _lasts(self, lane: RunLane) -> bool:
-        """Whether the gap lasts for GAP_LASTS_S without progress: the missing number has not come, and nothing before
-        it is computed."""
+        """Wait for GAP_LASTS_S. True if the gap has then lasted without progress: the missing number has not come, and
+        nothing before it is computed."""
         missing = lane.next_seq
         for _ in range(PIECES):
             await asyncio.sleep(GAP_LASTS_S / PIECES)

@@ -224,7 +224,7 @@ class Journal:
     # ---- finishing
 
     def finish(self, done: Done) -> None:
-        """A worker's answer: settle it, then wake who waits."""
+        """Settle a worker's answer, then wake whoever waits for it."""
         op = self._open.get(done.op_id)
         if op is None or op.settling:
             return

@@ -52,7 +52,7 @@ class Setbacks:
         self._breaking: set[str] = set()  # runs to be broken, once it is read what is left of them
 
     def set_aside(self, told: SetAside) -> None:
-        """A trainer has left out a run's operations in its pass."""
+        """Note that a trainer has left a run's operations out of its pass."""
         lane = self._training.runs.get(told.run_id)
         if lane is None:
             return

@@ -29,7 +29,7 @@ WRONG = (IntegrityError, DataError, ProgrammingError)
 
 
 class Unrecorded(Exception):
-    """A write can never succeed, however often it is tried."""
+    """The error of a write that can never succeed, however often it is tried."""
 
 
 async def until_stored(attempt: Callable[[], Awaitable[T]], refused: Callable[[Exception, float], None]) -> T:

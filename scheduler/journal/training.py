@@ -46,7 +46,7 @@ MOST_FORGOTTEN = 10_000
 
 
 class Desk(Protocol):
-    """Where workers come for work (`scheduler.dispatch`)."""
+    """The desk that workers come to for work (`scheduler.dispatch`)."""
 
     worker: str
 
@@ -92,7 +92,7 @@ class Training:
         self.gaps = Gaps(storing, self.skip, lambda op, why: self._fail(op, why, "user"))
 
     def opened(self, op_id: str) -> Operation | None:
-        """The operation, if it is here and has not ended."""
+        """The operation of this id; None if this journal does not hold it, or it has ended."""
         return self._open.get(op_id)
 
     # ---- queueing
@@ -339,7 +339,7 @@ class Training:
 
 
 def under_way(op: Operation) -> Waiting | None:
-    """What the client is told of an operation that has left the queue; None if it has not."""
+    """What the client is told of an operation that has left the queue; None for one that is queued."""
     if op.timings.computed is not None:
         return Waiting("active", op.stuck or "computed; its result is being stored")
     return Waiting("active", "running") if op.running else None

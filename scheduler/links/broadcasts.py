@@ -152,7 +152,7 @@ class Broadcasts:
             pipe.execute()
 
     def next_accepted(self, timeout_s: float) -> list[Accepted]:
-        """For the leader alone: all waiting messages, or the first that comes."""
+        """All messages that wait, or the first that comes. Only the leader may call this: messages are taken off."""
         with reaching():
             return [_accepted.decode(note) for note in pop_all(self._reader, _ACCEPTED, MOST_AT_ONCE, timeout_s)]
 

@@ -158,7 +158,7 @@ class FairQueue(Protocol):
         """Answered items, each given to one consumer; given to another one if the first does not forget it in time."""
 
     def forget(self, item_id: str, receipt: str = "") -> None:
-        """Forget the item: it has ended for good."""
+        """Forget an item that has ended for good."""
 
     def expire(self) -> Expired:
         """Put back the items of workers whose time is over."""

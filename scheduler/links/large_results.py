@@ -27,7 +27,7 @@ parcel_of = msgspec.msgpack.Decoder(LargeResult).decode
 
 
 def is_large(message: FromTrainer | FromGenerator) -> TypeGuard[Done]:
-    """Whether the message is packed with a blob."""
+    """True if the message's payload is so large that it is sent through a blob."""
     return isinstance(message, Done) and len(message.payload) > INLINE_BYTES
 
 

@@ -22,7 +22,7 @@ NO_LEADER = (
 
 
 class Looked:
-    """What a worker found, look by look."""
+    """Logs what a worker finds each time that it looks for the leader."""
 
     def __init__(self) -> None:
         self._late_at = time.monotonic() + LATE_S

@@ -60,8 +60,8 @@ class FailureTold(msgspec.Struct, frozen=True):
 
 
 class RunSpec(msgspec.Struct, frozen=True):
-    """What a trainer must know to hold a run. `alpha / rank` scales the adapter's output; `optimizer` is the family of
-    all its steps, adamw or dimuon."""
+    """The facts that a trainer needs to hold a run. `alpha / rank` scales the adapter's output; `optimizer` is the
+    family of all its steps, adamw or dimuon."""
 
     run_id: str
     base_model: str
@@ -268,7 +268,7 @@ class SampleWork(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Finish this sample now, with the tokens it has."""
+    """Tells a generator to finish a sample now, with the tokens drawn so far."""
 
     op_id: str
 

@@ -20,7 +20,7 @@ LONGEST_BLOCK_S = 5.0
 
 
 def pooled(url: str) -> Client:
-    """For short commands, from any number of threads."""
+    """A client for short commands, from any number of threads."""
     pool = redis.BlockingConnectionPool.from_url(
         url,
         max_connections=CONNECTIONS,
@@ -35,7 +35,7 @@ def pooled(url: str) -> Client:
 
 
 def blocking(url: str) -> Client:
-    """For one reader that waits inside a command, up to LONGEST_BLOCK_S: one connection, no hidden retries."""
+    """A client for one reader that waits inside a command, up to LONGEST_BLOCK_S: one connection, no hidden retries."""
     return redis.Redis.from_url(
         url,
         socket_timeout=LONGEST_BLOCK_S + COMMAND_S,

@@ -276,7 +276,7 @@ class RedisQueue:
                 raise
 
     def _now(self) -> int | str:
-        """Milliseconds; "" makes Redis use its own clock."""
+        """The time in milliseconds; "" makes Redis use its own clock."""
         return int(self._clock() * 1000) if self._clock is not None else ""
 
     def _call(self, name: str, *arguments: Any) -> Any:

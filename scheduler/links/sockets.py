@@ -90,7 +90,7 @@ class Link(Protocol):
         """Queue a message. If the worker is gone it is lost without an error, and the loop over `messages` ends."""
 
     def messages(self) -> AsyncIterator[Any]:
-        """Messages from the worker, until it is gone."""
+        """The messages of the worker, until the worker is gone."""
 
     def hang_up(self) -> None:
         """Make `messages` end: the worker is given up."""

@@ -22,7 +22,7 @@ from scheduler.links.contract import Path
 from scheduler.order.fair import FairTree, Only
 from scheduler.order.lanes import Unit
 
-#: By this part of the budget a pass may exceed it, for light work of runs that are in the pass.
+#: The part of its budget by which a pass may exceed it, for light work of runs that are in the pass anyway.
 ALONG = 1 / 8
 
 #: How many runs a trainer is told of ahead.

@@ -51,7 +51,7 @@ class ExpectedCosts:
         return known[0] if known is not None else self.weight(org_id)
 
     def weight_lasts(self, org_id: str) -> bool:
-        """Whether `weight` would use the remembered value."""
+        """True if `weight` would use the remembered value, and not ask again."""
         known = self._weights.get(org_id)
         return known is not None and known[1] > self._clock()
 

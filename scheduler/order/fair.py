@@ -31,7 +31,7 @@ from typing import Generic, TypeVar
 from scheduler.links.contract import Path, weights_of
 
 T = TypeVar("T")
-#: Whether the flow at the end of a path, given by its key, may be served.
+#: A filter: given the key of a flow at the end of a path, True if the flow may be served.
 Only = Callable[[str], bool]
 #: How many tokens, per weight, a flow may fall behind at most while others are served by trainers that cannot serve it.
 LAG = 1 << 16
@@ -128,8 +128,8 @@ class FairTree(Generic[T]):
         up to `most`.
 
         For every item of ours to be served, each sibling on the way that is ready is served about once, or as its
-        weight says; the ones that are first in line, once more. Exact when all cost and weigh the same and all queues
-        are long."""
+        weight says; those whose turn is next, once more. Exact when all cost and weigh the same and all queues are
+        long."""
         nodes = [self._root]
         for key in path:
             if key not in nodes[-1].children:

@@ -21,8 +21,8 @@ from scheduler.order.plans import SENT_AGAIN
 
 @dataclass(frozen=True)
 class Lacking:
-    """What a step lacks: the number of the last failed operation that it depends on, and the error text (`of`); and the
-    number up to which its client `knows` of every failure."""
+    """What a step lacks. `of`: the number of the last failed operation that the step depends on, and its error text.
+    `knows`: the number up to which the client knows of every failure."""
 
     of: tuple[int, str] = (0, "")
     knows: int = 0
@@ -33,8 +33,8 @@ NEVER = datetime.max.replace(tzinfo=UTC)
 
 
 class Gradients:
-    """What a run's next step depends on: operations by number since the last step that was taken, or that failed
-    because of what it lacked."""
+    """The operations that a run's next step depends on, by number: those since the last step that was taken, or that
+    failed because of what it lacked."""
 
     def __init__(self) -> None:
         self._came: dict[int, datetime] = {}  # by number of a forward_backward: when its request came

@@ -116,11 +116,11 @@ class Homes:
         there.models, there.memory_bytes = frozenset(models), memory_bytes
 
     def retire(self, trainer: str) -> None:
-        """A trainer takes no more runs; those that live there stay."""
+        """Give a trainer no more runs; the ones that live there stay."""
         self.offer(trainer, ())
 
     def leave(self, trainer: str) -> None:
-        """A trainer is gone: its runs have no home any more."""
+        """Forget a trainer that is gone: its runs have no home any more."""
         for run_id in list(self._trainers.pop(trainer, _Trainer()).runs):
             del self._homes[run_id]
 
@@ -263,5 +263,5 @@ class Homes:
 
 
 def _paid(claim: Claim) -> float:
-    """By how many tokens the larger load must fall for a move to pay."""
+    """The number of tokens by which the larger load must fall for a move to pay."""
     return claim.move_tokens / PAID_PASSES

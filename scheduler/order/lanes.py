@@ -30,7 +30,7 @@ _USES = (OpKind.OPTIM_STEP, OpKind.LOAD_STATE)
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What is queued: one operation or one slice of it, ready to be sent to a trainer."""
+    """An item of the fair queue: an operation or a slice of one, ready to be sent to a trainer."""
 
     op: Operation | None  # None: the restore of a snapshot, which no client asked for
     base_model: str
@@ -40,12 +40,12 @@ class Unit:
 
     @property
     def suspect(self) -> bool:
-        """Whether a trainer was lost while it had this unit."""
+        """True if a trainer was lost while it had this unit, which may be what killed it."""
         return self.alone or (self.op is not None and (self.op.alone or self.op.attempts > 0))
 
     @property
     def light(self) -> bool:
-        """Whether this is work without tokens: its cost grows with the run, not with data
+        """True for work without tokens: its cost grows with the size of the run, not with data
         (`scheduler.order.light_work`)."""
         return self.send.kind not in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
@@ -92,7 +92,8 @@ def came_at(plan: Plan, accepted_at: datetime) -> datetime:
 
 
 def uses_gradients(kind: str, error: str | None) -> bool:
-    """Whether an ended operation leaves no gradient to the next step (`Gradients.used`)."""
+    """True if the gradients gathered so far are used up when an operation of this kind has ended so: the next step
+    begins without any (`Gradients.used`)."""
     return kind in _USES and (error is None or is_not_taken(error))
 
 
@@ -135,7 +136,7 @@ class RunLane:
 
     @property
     def at_work(self) -> bool:
-        """Whether an operation is released and not answered."""
+        """True if some operation of the run is released and not answered yet."""
         return bool(self._pending)
 
     @property
@@ -157,7 +158,7 @@ class RunLane:
         return self._advance()
 
     def spent(self, seq: int) -> bool:
-        """Whether this number is taken; also by a parked operation."""
+        """True if an operation has used this number, be it a parked or a refused one."""
         return seq < self.next_seq or seq in self._parked or seq in self._refused
 
     def _advance(self) -> list[Unit]:
@@ -180,7 +181,7 @@ class RunLane:
         insort(self._log, op, key=lambda other: other.seq)
 
     def is_past(self, op: Operation) -> bool:
-        """Whether a later operation has been answered already, computed as if `op` had changed the run."""
+        """True if a later operation has been answered already, and was so computed as if `op` had changed the run."""
         return self._goes_beyond(op.seq)
 
     def _goes_beyond(self, seq: int) -> bool:
@@ -199,7 +200,7 @@ class RunLane:
             insort(self._log, op, key=lambda other: other.seq)
 
     def failed(self, seq: int, kind: str, why: str) -> None:
-        """One of its operations has failed; a step may depend on it."""
+        """Note that operation `seq` has failed, and why: a step may depend on it."""
         if kind in STEPS_COUNT_ON:
             self.gradients.failed(seq, step_not_taken(kind, why))
 

@@ -16,7 +16,7 @@ from scheduler.order.roster import Roster
 
 @dataclass
 class _Held:
-    """The state of one item."""
+    """A queued item: which worker has it on lease, since when, and with what result."""
 
     item: Item
     attempts: int = 0
@@ -207,12 +207,12 @@ class LocalQueue:
             return {item_id for item_id in item_ids if item_id in self._items}
 
     def _held(self, item_id: str, epoch: int) -> _Held | None:
-        """The item, if a worker holds it under this epoch."""
+        """The item of this id; None unless a worker holds it under this epoch."""
         held = self._items.get(item_id)
         return held if held is not None and held.worker is not None and held.epoch == epoch else None
 
     def _let_go(self, held: _Held) -> None:
-        """No worker holds the item any more."""
+        """Take the item from the worker that holds it."""
         if held.worker is not None:
             del self._hands[held.worker][held.item.id]
             self._busy[held.worker] -= held.slots
@@ -237,7 +237,8 @@ class LocalQueue:
         return True
 
     def _able(self, item_id: str) -> tuple[bool, bool]:
-        """Whether a present or expected worker may serve the item; and whether any present worker has its model."""
+        """Two answers: whether a present or expected worker may serve the item, and whether any present worker has its
+        model."""
         held = self._items[item_id]
         there = self._roster.serving(held.item.path[0])
         may = len(self._roster) < self._expected or any(worker not in held.declined for worker in there)

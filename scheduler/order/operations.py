@@ -143,13 +143,13 @@ class Operation:
     _waiting: list[asyncio.Future[bool]] = field(default_factory=list)
 
     def end(self) -> None:
-        """It has its outcome, here or elsewhere: wake whoever waits for it."""
+        """Note that the operation has its outcome, here or elsewhere, and wake whoever waits for it."""
         self._over = True
         for waiter in self._waiting:
             _tell(waiter, True)
 
     async def ends_within(self, timeout_s: float) -> bool:
-        """Wait for its end. False if it has not ended by then."""
+        """Wait for the operation's end. False if it has not ended within `timeout_s`."""
         if self._over:
             return True
         loop = asyncio.get_running_loop()
@@ -169,12 +169,12 @@ class Operation:
 
     @property
     def run_id(self) -> str:
-        """The run that it belongs to; "" for a sample."""
+        """The run that the operation belongs to; "" for a sample."""
         return self.lane if self.kind != SAMPLE else ""
 
     @property
     def facts(self) -> dict[str, str]:
-        """Its fields for log lines (`store.logs`)."""
+        """The operation's fields for log lines (`store.logs`)."""
         return {"request": request_of(self.origin), "org": self.org_id, "run": self.run_id, "operation": self.id}
 
     @property

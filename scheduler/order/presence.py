@@ -39,7 +39,7 @@ class Present:
 
 
 class Presence:
-    """When the workers of one role were last seen to have each base model."""
+    """For each base model: when a worker of one role was last seen to have it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

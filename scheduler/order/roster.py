@@ -57,7 +57,7 @@ class Roster:
         self._workers[name].slots, self._workers[name].room = busy + free, free
 
     def fills(self, name: str, slots: int) -> None:
-        """`slots` of its free slots are taken now."""
+        """Note that `slots` of the worker's free slots are taken now."""
         self._workers[name].room -= slots
 
     def holds(self, name: str, adapter: str) -> None:

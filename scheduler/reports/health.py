@@ -46,7 +46,7 @@ class Stall:
     oldest_s: float
 
     def sentence(self, reason: str = "") -> str:
-        """For people: `reason` says what the oldest operation waits for."""
+        """The report in a sentence for people; `reason` says what the oldest operation waits for."""
         if self.waiting_for == "client":
             return f"nothing is queued; the client has sent nothing for {self.oldest_s:.0f} s"
         if self.waiting_for == "sampling":
@@ -220,7 +220,7 @@ def _after(since_s: float, spans: Sequence[tuple[float, float]]) -> list[tuple[f
 
 @dataclass(frozen=True)
 class _Use:
-    """What became of sampled tokens, by the sequences that training data name."""
+    """How training used the tokens that were sampled, by the sequences that training data name."""
 
     staleness: dict[int, int]
     acceptance: float

@@ -24,8 +24,8 @@ MOST = 16
 
 @dataclass(frozen=True)
 class Gpu:
-    """What an H100 or H200 reaches in practice (docs/production.md): operations and bytes per second, the bytes per
-    second that it receives from its neighbours, and the price of an hour."""
+    """The speed that an H100 or H200 reaches in practice (docs/production.md): operations and bytes per second, the
+    bytes per second that it receives from its neighbours, and the price of an hour."""
 
     operations_per_s: float = 400e12
     bytes_per_s: float = 3.0e12

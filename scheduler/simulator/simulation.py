@@ -40,7 +40,8 @@ class ByArrival(FairTree[Any]):
 
 @dataclass(frozen=True)
 class Result:
-    """What was counted in `seconds`. `steps` are the generators' decode steps, `slot_steps` the busy slots in them."""
+    """The counts of the last `seconds` of a simulation. `steps` are the generators' decode steps, `slot_steps` the busy
+    slots in them."""
 
     cluster: Cluster
     seconds: float

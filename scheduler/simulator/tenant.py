@@ -45,7 +45,7 @@ class Tenant:
         self.lane.resident = True
 
     def may_sample(self) -> bool:
-        """Whether the next batch may begin: it exists, and the policy is recent enough."""
+        """True if the next batch may begin: there is one left, and the policy is recent enough."""
         ended = self.workload.steps and self.batch >= self.workload.steps
         return not ended and self.batch - self.version <= self.workload.overlap
 

@@ -103,7 +103,7 @@ class Trainers:
 
     @property
     def over_s(self) -> float:
-        """When the next stage ends."""
+        """The time at which the next trainer ends its stage."""
         return min(trainer.next_s for trainer in self._trainers)
 
     def advance(self, now_s: float) -> None:

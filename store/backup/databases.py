@@ -105,7 +105,7 @@ def put_back(url: str, source: Path) -> dict[str, int]:
 
 
 def is_empty(url: str) -> bool:
-    """Whether there is nothing that a restored database would overwrite."""
+    """True if the database at `url` has nothing that a restored one would overwrite."""
     if is_sqlite(url):
         return not Path(make_url(url).database or "").exists()
     with opened(url) as engine:

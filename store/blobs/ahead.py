@@ -32,16 +32,17 @@ class Ahead:
                 self._coming[name] = threads.submit(self._blobs.get, *name)
 
     def has(self, ref: str, sha256: str) -> bool:
-        """Whether `get` would not wait: the blob has been fetched, or that failed, or was never begun."""
+        """True if `get` would not wait for a fetch: the blob's fetch has succeeded or failed, or was never begun."""
         coming = self._coming.get((ref, sha256))
         return coming is None or coming.done()
 
     def wait(self, within_s: float) -> None:
-        """Wait until one more fetch has ended."""
+        """Wait until one more of the begun fetches has ended, but at most `within_s`."""
         wait([coming for coming in self._coming.values() if not coming.done()], within_s, FIRST_COMPLETED)
 
     def get(self, ref: str, sha256: str, brought: bytes = b"") -> bytes:
-        """As `Blobs.get`; or the bytes that a message `brought` itself, checked. A second call reads again."""
+        """As `Blobs.get`; or, if a message `brought` the blob's bytes along, these, checked. A second call reads
+        again."""
         if brought:
             if hashlib.sha256(brought).hexdigest() != sha256:
                 raise Damaged(f"a body came damaged: it is not the one that was accepted (SHA-256 {sha256})")

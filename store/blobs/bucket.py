@@ -159,7 +159,7 @@ class Bucket:
             obstore.put(self._store, self._at(key), data, chunk_size=PART_BYTES, max_concurrency=PARTS)
 
     def create(self, key: str, data: bytes) -> None:
-        """Create an object; does nothing if it exists."""
+        """Create an object; does nothing if there is one of this key."""
         with self._asked():
             try:
                 obstore.get(self._store, self._at(key))

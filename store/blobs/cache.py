@@ -76,7 +76,7 @@ class FolderCache:
                     shutil.rmtree(left, ignore_errors=True)
 
     def _fetched(self, path: Path, fetch: Callable[[Path], None]) -> int:
-        """Fetch a folder; returns its lock."""
+        """Fetch a folder. Returns the descriptor of the lock on it."""
         while True:
             folder = self.new()
             try:
@@ -142,7 +142,7 @@ class FolderCache:
         return True
 
     def _entries(self) -> Iterator[tuple[Path, float, int]]:
-        """The folders, when each was last read, and its bytes."""
+        """For each folder of the cache: its path, the time at which it was last read, and its bytes."""
         for path in self._root.iterdir():
             if path.name != _UNFINISHED:
                 with suppress(FileNotFoundError):

@@ -45,8 +45,8 @@ class StoreAway(OSError):
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether trying again cannot help. Other errors may be temporary: the disk is full, over a quota, not mounted, or
-    unreachable."""
+    """True if trying again cannot help. False for errors that may be temporary: the disk is full, over a quota, not
+    mounted, or unreachable."""
     return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | Damaged) or not isinstance(
         error, OSError
     )
@@ -87,7 +87,7 @@ class Blobs(Protocol):
         """Set its age (`listed`) to 0. Raises FileNotFoundError if there is none."""
 
     def delete(self, ref: str) -> None:
-        """Delete a file blob, if it is there."""
+        """Delete a file blob; does nothing if there is none."""
 
     def delete_tree(self, ref: str) -> None:
         """Delete a folder blob with everything in it, a file blob, or all blobs below `ref`; a missing one is no error.

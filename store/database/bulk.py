@@ -138,8 +138,8 @@ def send_now(connection: Connection) -> None:
 
 
 def among(column: Any, name: str) -> dict[str, ColumnElement[bool]]:
-    """By dialect: the condition that a column has one of the values of parameter `name`. They are one array, so that
-    the same prepared statement serves any number of values."""
+    """By dialect: the condition that a column has one of the values in parameter `name`. The values are one array: a
+    prepared statement serves any number."""
     array = bindparam(name, type_=postgresql.ARRAY(column.type))
     values = func.json_each(bindparam(name, type_=_Array(column.type))).table_valued("value")
     return {"postgresql": column == any_(array), "sqlite": column.in_(select(values.c.value))}
@@ -308,7 +308,7 @@ def _update(table: type[Base], names: tuple[str, ...], key: tuple[str, ...]) -> 
 
 
 def _rows(table: type[Base], names: tuple[str, ...]) -> str:
-    """Only these columns: PostgreSQL searches every row for each column."""
+    """Rows as a table, of only these columns: PostgreSQL searches every row for each column."""
     types = ", ".join(f"{name} {table.__table__.c[name].type.compile(_POSTGRESQL)}" for name in names)
     return f"json_to_recordset(CAST(%s AS json)) AS new ({types})"
 
@@ -340,7 +340,7 @@ def _places(columns: int, rows: int) -> str:
 
 
 def _parts(table: type[Base], names: tuple[str, ...], rows: Rows) -> Iterator[tuple[int, list[Any]]]:
-    """For each statement: how many rows it has, and their values as SQLite stores them, in the order of `names`."""
+    """For each statement: how many rows it has, and the rows' values in SQLite's form, in the order of `names`."""
     forms = _forms(table, names)
     for start in range(0, len(rows), AT_ONCE):
         part = rows[start : start + AT_ONCE]

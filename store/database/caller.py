@@ -84,7 +84,7 @@ def enter(session: Session) -> bool:
 
 
 def restrict(session: Session, org_id: str) -> None:
-    """Until the transaction (or savepoint) ends, PostgreSQL shows and accepts only rows of `org_id`."""
+    """Have PostgreSQL show and accept only rows of `org_id`, until the transaction (or savepoint) ends."""
     session.info[RESTRICTED_TO] = org_id
     session.execute(_RESTRICT, {"org": org_id, "role": APP_ROLE})
 

@@ -41,7 +41,7 @@ class Noted:
         return {"at": int(self.at.timestamp()), **leapt}
 
     def settles_at(self, now: datetime) -> datetime | None:
-        """Until when the time is not believed; None if it is."""
+        """The time until which the clock is not believed, after a leap; None if it is believed."""
         if abs(now - self.at) > LEAP:
             return now + SETTLES  # a leap that is not written yet
         return self.leapt_at + SETTLES if self.leapt_at is not None and now < self.leapt_at + SETTLES else None
@@ -57,13 +57,14 @@ def noted_in(row: JobRun | None) -> Noted | None:
 
 
 def settles_by(row: JobRun | None, now: datetime) -> datetime | None:
-    """Until when nothing irreversible may be done, by the row of `heartbeat`; None if it may be done."""
+    """The time until which nothing irreversible may be done, by the row of `heartbeat`; None if everything may be
+    done."""
     noted = noted_in(row)
     return noted.settles_at(now) if noted is not None else None
 
 
 def settles_at(session: Session, now: datetime) -> datetime | None:
-    """The same, from the present row."""
+    """As `settles_by`, from the row as it is now."""
     with unrestricted(session):  # the row belongs to no organisation
         return settles_by(session.get(JobRun, HEARTBEAT, populate_existing=True), now)
 
@@ -78,7 +79,7 @@ class Watch:
     _wrote: tuple[datetime, float] | None = field(default=None, init=False)
 
     def look(self, before: Noted | None, now: datetime) -> Noted:
-        """The entry to write now; `before` is the present one."""
+        """The entry to write now, given the one that was written last (`before`)."""
         ticks, at = self.ticks(), now.replace(microsecond=0)
         wrote, self._wrote = self._wrote, (at, ticks)
         if before is None:

@@ -78,8 +78,8 @@ def _make_role(connection: Connection, role: str) -> None:
 
 
 def may_use(connection: Connection, role: str) -> bool:
-    """Whether the login may become the role and act as it. Since PostgreSQL 16 being a member is not enough for that,
-    and the role's creator is only a member."""
+    """True if the login may become the role and act as it. Since PostgreSQL 16 that takes more than to be a member,
+    which is all that the role's creator is."""
     info = connection.dialect.server_version_info
     needed = ("USAGE", "SET") if info is not None and info >= (16,) else ("MEMBER",)
     has = " AND ".join(f"pg_has_role(current_user, :role, '{what}')" for what in needed)

@@ -67,7 +67,7 @@ class BatchFailed(Exception):
 
 
 def parts_of(group: list[Work]) -> list[list[Work]]:
-    """Works that run together, in the order of their first works."""
+    """The group cut into parts of works that run together, in the order of each part's first work."""
     parts: list[list[Work]] = []
     batches: dict[Batch, list[Work]] = {}
     for work in group:
@@ -136,8 +136,8 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def is_lost(connection: Connection) -> bool:
-    """Whether the transaction has already ended: its connection broke, or SQLite has rolled it back (a full disk).
-    Further writes would be outside of it."""
+    """True if the transaction has already ended: the connection broke, or SQLite has rolled back (a full disk). Further
+    writes would be outside of the transaction."""
     if connection.invalidated:
         return True
     driver = connection.connection.driver_connection

@@ -92,7 +92,8 @@ def find(session: Session, secret: str, now: datetime | None = None) -> ApiKey |
 
 
 def secret_ends(row: ApiKey, secret: str) -> datetime | None:
-    """When a secret of `row` ends: with the key, or when it has been rotated away, with the overlap."""
+    """The end of a secret of `row`: that of the key, or of the overlap if the secret has been replaced by a newer one.
+    None: no end."""
     if hmac.compare_digest(row.secret_sha256, digest(secret)):
         return row.expires_at
     return earlier(row.expires_at, row.previous_expires_at)
@@ -104,8 +105,8 @@ def earlier(one: datetime | None, other: datetime | None) -> datetime | None:
 
 
 def _receiver() -> str | None:
-    """Who is given a secret that is made here. In a session begun by a link, whoever made the link could be using it.
-    None for the operator, who hands the secret on."""
+    """The person or key that is given a secret made by this call; in a session begun by a link, the maker of the link,
+    who could be using the session. None for the operator, who hands the secret on."""
     who = caller()
     receiver = who.link_by or who.actor
     return None if receiver in ("operator", "server") else receiver
@@ -117,7 +118,7 @@ def is_good(row: ApiKey, now: datetime | None = None) -> bool:
 
 
 def good_at(now: datetime) -> ColumnElement[bool]:
-    """As `is_good`, as a condition for `where`."""
+    """The condition for `where` that selects the keys for which `is_good` is true."""
     return and_(ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now))
 
 

@@ -19,7 +19,7 @@ _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 class OidcError(ValueError):
-    """The settings cannot be used; one line, without any secret."""
+    """The OpenID settings cannot be used. The text is one line, without any secret."""
 
 
 def safe_address(value: str) -> str:
@@ -47,14 +47,14 @@ class GroupRole(BaseModel):
 class OidcSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    #: As the provider spells it in `iss`. Empty: no such sign-in.
+    #: The provider's address, spelt as in the claim `iss`. Empty: nobody signs in by a provider.
     issuer: Address = ""
-    #: What the button says: "Sign in with NAME".
+    #: The provider's name on the button: "Sign in with NAME".
     name: Annotated[str, Field(min_length=1, max_length=40)] = "single sign-on"
     client_id: Annotated[str, Field(max_length=256)] = ""
     #: Better in the environment (WEFT_OIDC_CLIENT_SECRET) or a file that it names. None: a public client, PKCE alone.
     client_secret: SecretStr | None = None
-    #: Where browsers find this server. The provider sends them back to PUBLIC_URL/console/sso/callback.
+    #: The address at which browsers find this server. The provider sends them back to PUBLIC_URL/console/sso/callback.
     public_url: Address = ""
     scopes: list[str] = ["openid", "email", "profile"]
     #: Domains of e-mail addresses that may sign in; empty: all.
@@ -64,9 +64,9 @@ class OidcSettings(BaseModel):
     #: The claim that holds groups, or the path to it, such as ["realm_access", "roles"].
     groups_claim: str | Annotated[list[str], Field(min_length=1, max_length=8)] = "groups"
     groups: Annotated[list[GroupRole], Field(max_length=1000)] = []
-    #: Whom those should ask who are in no group: shown to them.
+    #: Shown to people who are in none of the groups: whom they should ask.
     contact: Annotated[str, Field(max_length=200)] = "the operator of this service"
-    #: For every organisation: no sign-in to the console by keys or by links of admins.
+    #: True: no organisation's members can sign in to the console by keys or by links of admins.
     required: bool = False
     #: Keys, members and money are changed only by who has proved themselves to the provider within the hour, by the
     #: claim auth_time. False: within an hour of signing in to the console, for providers that do not tell.

@@ -134,7 +134,7 @@ def change_role(session: Session, org_id: str, user_id: str, role: str, key_id: 
 
 
 def set_role(session: Session, row: Membership, role: str, key_id: int | None = None) -> Membership:
-    """Set a member's role, whoever gave the present one."""
+    """Set a member's role, also if the provider's groups gave the present one."""
     if row.role == "owner" and role != "owner":
         _keep_an_owner(session, row.org_id)
     if row.role != role:
@@ -241,7 +241,7 @@ def project_by_id(session: Session, org_id: str, project_id: str) -> Project:
 
 
 def _is_id(text: str) -> bool:
-    """Whether the name can be a project's id: it fits its column, consists of words, and is unchanged in the path of a
+    """True if the text can be a project's id: it fits the column, consists of words, and is unchanged in the path of a
     URL."""
     fits = 1 <= len(text) <= 64 and text.isprintable() and text == text.strip() and text != "default"
     return fits and not {".", ".."} & set(text.split("/"))

@@ -44,7 +44,8 @@ def secret_of(given: str) -> bytes:
 
 
 def digest(secret: str) -> str:
-    """What is stored of a secret of 256 random bits, and by what it is found: its SHA-256, in hexadecimal."""
+    """The SHA-256 of a secret of 256 random bits, in hexadecimal: all that is stored of the secret, and what it is
+    found by."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 

@@ -73,7 +73,7 @@ class Run(Base):
 
     @property
     def shown_state(self) -> str:
-        """For people: live, broken or closed."""
+        """The state as people are shown it: live, broken or closed."""
         return "broken" if self.broken is not None and self.state == "live" else self.state
 
 

@@ -56,17 +56,17 @@ class HeldAdapter:
 
     @property
     def coming(self) -> bool:
-        """Whether newer weights are being read, or are to be."""
+        """True if newer weights of the adapter are being read, or are to be."""
         return self.ended < self.asked
 
     @property
     def waits(self) -> bool:
-        """Whether the newest read has not begun."""
+        """True if the newest read that was asked for has not begun."""
         return self.begun < self.asked
 
     @property
     def needs_bytes(self) -> int | None:
-        """How much memory it takes to be used; None if not known yet."""
+        """How much memory the adapter takes while it is used; None if that is not known yet."""
         return self.size_bytes if self.weights else self.next_bytes
 
 
@@ -107,7 +107,7 @@ class AdapterCache:
 
     @property
     def reading(self) -> bool:
-        """Whether there is, or will be, something to install."""
+        """True if a read is under way, whose adapter can then be installed."""
         return self.flight is not None
 
     def acquire(self, name: str, folder: Weights | None) -> HeldAdapter:

@@ -32,7 +32,7 @@ class Decoding:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the plan is still that of all running sequences."""
+        """True if the plan is still that of all running sequences."""
         return self._plan is not None and self._planned == self._seating.changes
 
     def replan(self) -> None:

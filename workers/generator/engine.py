@@ -183,7 +183,7 @@ class EngineStats:
 
 
 class Engine(Protocol):
-    """One base model and the requests it is generating for."""
+    """Generates tokens from one base model, for all requests that were added and have not ended."""
 
     @property
     def free_slots(self) -> int:
@@ -191,7 +191,7 @@ class Engine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has something to do."""
+        """True if `step` has something to do."""
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request. Requests start in the order they were added, except that one may wait a step or more for

@@ -70,7 +70,7 @@ class DecodePlan:
 
     @property
     def valid(self) -> bool:
-        """Whether the drafts are still as long."""
+        """True if each sequence's draft is as long as when this step was planned."""
         return self.drafted == [len(sequence.draft) for sequence in self.sequences]
 
     @property
@@ -175,8 +175,8 @@ def prefill(decoder: Decoder, cache: KVCache, batch: Sequence[RequestProgress]) 
 
 
 def attends_in_pages(cache: KVCache) -> bool:
-    """Whether one launch attends for the prompts of a whole prefill. With latent attention, and on a CPU, it is done
-    block by block."""
+    """True if one launch computes the attention of all prompts of a prefill. With latent attention, and on a CPU, it is
+    done block by block."""
     return cache.device.type == "cuda" and not cache.latent
 
 

@@ -63,7 +63,7 @@ _COUNTED = (
 
 
 class TorchEngine:
-    """An `Engine`. Not thread-safe: one thread drives it."""
+    """The `Engine` in PyTorch. Not thread-safe: a single thread may call it."""
 
     def __init__(
         self,

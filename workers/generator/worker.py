@@ -45,7 +45,7 @@ DISK_AGAIN_S = 0.2
 
 
 class Link(Protocol):
-    """What the loop needs of scheduler.links.sockets.WorkerLink."""
+    """The part of scheduler.links.sockets.WorkerLink that the loop uses."""
 
     def send(self, message: msgspec.Struct) -> None: ...
 

@@ -23,14 +23,14 @@ from workers.model.recur import Packed, Recurrence, run_each
 
 @dataclass(frozen=True)
 class Reach:
-    """What a layer's queries reach: the last `window` positions, including their own (0: all). With `sinks_H`, each
-    head has a score that takes part in the softmax but adds no value."""
+    """The positions that a layer's queries attend to: the last `window`, including their own (0: all). With `sinks_H`,
+    each head has a score that takes part in the softmax but adds no value."""
 
     window: int = 0
     sinks_H: Tensor | None = None
 
     def all_of(self, length: int) -> bool:
-        """Whether this is plain causal attention over that many positions."""
+        """True if this is plain causal attention over that many positions."""
         return self.sinks_H is None and (self.window == 0 or self.window >= length)
 
 

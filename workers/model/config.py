@@ -55,8 +55,8 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class GateConfig:
-    """What an MLP computes of gate and up: silu(gate) * up; with a `limit`, clamped as gpt-oss has it. Not `gated`: of
-    up alone, relu(up)^2."""
+    """The activation of an MLP: silu(gate) * up; with a `limit`, clamped as in gpt-oss. Not `gated`: relu(up)^2,
+    without a gate."""
 
     limit: float | None = None
     alpha: float = 1.0
@@ -64,7 +64,7 @@ class GateConfig:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that it computes with."""
+        """The projections that the activation takes."""
         return ("gate", "up") if self.gated else ("up",)
 
 
@@ -169,7 +169,7 @@ class MambaConfig:
 
     @property
     def whole(self) -> dict[str, int]:
-        """The projection as stock PEFT trains it: as it is."""
+        """The projection as stock PEFT trains it: undivided."""
         return {"whole_in": self.in_size}
 
     @property
@@ -259,14 +259,14 @@ class DecoderConfig:
         return tuple(layer for layer in range(self.num_layers) if self.is_moe(layer))
 
     def is_moe(self, layer: int) -> bool:
-        """Whether this layer's MLP is a mixture of experts."""
+        """True if this layer's MLP is a mixture of experts."""
         return self.num_experts > 0 and self.has_mlp(layer) and layer not in self.dense_layers
 
     def has_mlp(self, layer: int) -> bool:
         return not self.mlp_layers or layer in self.mlp_layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether this layer has attention, or a recurrence in its place."""
+        """True if this layer has attention, or a recurrence in its place."""
         return layer not in self.mlp_layers
 
     def adapter_at(self, layer: int, part: str) -> str:
@@ -327,7 +327,7 @@ class DecoderConfig:
 
     @property
     def out_size(self) -> int:
-        """What the heads of attention give together."""
+        """Width of the output of all heads of attention together."""
         return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
@@ -355,7 +355,7 @@ class DecoderConfig:
 
     @property
     def mlp_widths(self) -> tuple[int, ...]:
-        """The widths that its MLPs have."""
+        """The different widths of the model's MLPs, smallest first."""
         dense = self.intermediate_size if self.dense_mlp_layers else 0
         return tuple(sorted({dense, self.moe_intermediate_size, self.shared_intermediate_size} - {0}))
 

@@ -168,7 +168,7 @@ class _Layer(nn.Module):
         return out
 
     def _normed(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden state with what is added to it, and its norm."""
+        """The hidden state plus `delta_TD` (if any), and the normalised sum."""
         if lora_products.on_device(x_TD):
             from workers.model.gpu.norms import add_norm  # Triton: only a GPU needs it
 

@@ -191,7 +191,7 @@ def _steps(decoder: Decoder) -> Iterator[tuple[Callable[[Tensor], Tensor], int]]
 
 
 def _depends_on_alignment(width: int, device: torch.device) -> bool:
-    """Whether the products of an adapter with a group's rows depend on the alignment of those rows."""
+    """True if the products of an adapter with a group's rows depend on the alignment of those rows."""
     generator = torch.Generator().manual_seed(0)
     for rank in (1, 4, 7, 16):
         x, a = (torch.randn(n, width, generator=generator).to(device) for n in (64, rank))
@@ -222,7 +222,7 @@ def _gradient(x: Tensor, a: Tensor) -> Tensor:
 
 
 def _activation(config: GateConfig, gate_up_PG: Tensor) -> Tensor:
-    """What an MLP computes between its products, forward and backward."""
+    """The activation of an MLP, forward and backward."""
     hidden, dgate_up = activated(config, gate_up_PG), torch.empty_like(gate_up_PG)
     again(config, gate_up_PG).backward(torch.ones_like(hidden), dgate_up)
     up = gate_up_PG[:, -hidden.shape[1] :]
@@ -243,7 +243,8 @@ def _first_difference(of: Callable[[Tensor], Tensor], width: int, rows: int, dev
 
 
 def once(folder: Path, weights: str, trial: Callable[[], Isolation]) -> Isolation:
-    """What an earlier `trial` with the same `weights` found on this machine, from `folder`; else run it and keep it."""
+    """The result of an earlier `trial` with the same `weights` on this machine, read from `folder`; if there is none,
+    run the trial and keep its result there."""
     file = folder / f"{_circumstances(weights)}.json"
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(file.read_bytes(), type=Isolation)

@@ -80,7 +80,8 @@ class _Cut:
 
 
 class _Kept(NamedTuple):
-    """What a cut on a device keeps for the backward: the log of each row's sum, and its logits if they fit."""
+    """The numbers that a cut on a device keeps for the backward: the log of each row's sum and, if they fit, the
+    logits."""
 
     sums_R: Tensor
     logits: Logits | None
@@ -135,7 +136,7 @@ class _Head:
         return dhidden_RD
 
     def room(self) -> int:
-        """For how many rows a device can keep the logits, by its free memory."""
+        """The number of rows whose logits a device can keep, by the device's free memory."""
         if not lora_products.on_device(self.weight):
             return 0
         return int(SHARE * free_bytes(self.weight.device)) // (4 * len(self.weight))

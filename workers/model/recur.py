@@ -18,8 +18,8 @@ from torch import Tensor
 
 from workers.model.device import sent
 
-#: What one layer keeps of a sequence. The tensors are never written to, because a pass that failed is repeated from the
-#: same state, and sequences that begin alike share it.
+#: The state that one layer keeps of a sequence. The tensors are never written to, because a pass that failed is
+#: repeated from the same state, and sequences that begin alike share it.
 State = tuple[Tensor, ...]
 
 
@@ -28,8 +28,8 @@ CHUNK = 64
 
 
 class Packed:
-    """Where packed sequences begin, for kernels that compute all of them at once, in chunks of `chunk` tokens from the
-    start of each. `ends`: whether the states after the sequences are wanted."""
+    """The starts of packed sequences, for kernels that compute all of them at once, in chunks of `chunk` tokens from
+    the start of each. `ends`: True if the states after the sequences are wanted."""
 
     def __init__(self, lengths: Sequence[int], *, chunk: int = CHUNK, ends: bool = False) -> None:
         self.lengths, self.chunk, self.ends = list(lengths), chunk, ends
@@ -47,7 +47,7 @@ class Packed:
 class Recurrence(Protocol):
     """A recurrent layer. A `state` of None belongs to a sequence that begins."""
 
-    #: Whether kernels compute it here (gpu/fla.py): then `run_packed` may be called.
+    #: True if kernels compute the recurrence on this device (gpu/fla.py): then `run_packed` may be called.
     packs: bool
 
     def run(self, x_NI: Tensor, state: State | None) -> tuple[Tensor, State]:

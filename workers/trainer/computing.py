@@ -26,7 +26,8 @@ class Bring(Protocol):
 
 
 class Ready(Protocol):
-    """Whether the run of an operation is in memory, with a gradient if it trains; if not, the operation is left out."""
+    """Brings the run of an operation into memory, with a gradient if the operation trains. False if that is not
+    possible: the operation is then left out."""
 
     def __call__(self, progress: Progress) -> bool: ...
 
@@ -41,7 +42,7 @@ class Together(Protocol):
         """Return when all ranks make a step of this kind."""
 
     def end(self, trains: bool) -> None:
-        """The step is over, even if this rank's work in it failed."""
+        """Finish the step together with the other ranks, even if this rank's work in it failed."""
 
     def collect(self, ready: Ready) -> tuple[list[Part], list[Part]]:
         """The results of this rank's parts on other ranks: they are added in their order. Returns the `parts` that were

@@ -53,7 +53,7 @@ def too_large(part: Part) -> str:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether trying again may help: after an error of a disk, or a lack of memory."""
+    """True if trying again may help: after an error of a disk, or a lack of memory."""
     return not is_lasting(error) or is_out_of_memory(error)
 
 

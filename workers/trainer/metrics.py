@@ -24,7 +24,7 @@ class Measure:
 
 
 def merge_measures(into: dict[str, Measure], part: Mapping[str, Measure]) -> None:
-    """Add one part's measures to those of the parts before it."""
+    """Add the measures of one part to `into`, which has those of the parts before."""
     for name, measure in part.items():
         reduction = name.rpartition(":")[2]
         seen = into.get(name)

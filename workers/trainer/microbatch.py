@@ -169,8 +169,8 @@ def _evaluate(part: Part, leaf_P: Tensor) -> tuple[Tensor, dict[str, Measure]]:
 
 
 def _loss_inputs(part: Part) -> dict[str, Array]:
-    """What the loss reads, float32 over the part's positions. Where some data carry per-token thresholds, the others
-    get those of the config or the loss's defaults."""
+    """The inputs that the loss reads, float32 over the part's positions. If some data carry per-token thresholds, the
+    other data get the config's thresholds or the loss's defaults."""
     batch, spec = part.progress.batch, LOSSES[part.progress.batch.loss_fn]
     names = list(spec.required[1:])
     fill: dict[str, float] = {}

@@ -48,7 +48,7 @@ IDLE_POLL_S = 0.5
 
 
 class Link(Protocol):
-    """What the loop needs of scheduler.links.sockets.WorkerLink."""
+    """The part of scheduler.links.sockets.WorkerLink that the loop uses."""
 
     def send(self, *messages: msgspec.Struct) -> None: ...
 
@@ -76,7 +76,7 @@ class Working(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """How much memory its runs may take."""
+        """How much memory the trainer's runs may take."""
 
     def execute(self, pass_: Pass, send: Send) -> None: ...
 

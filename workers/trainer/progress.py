@@ -70,7 +70,7 @@ class Progress:
         self.run.give_up(self.op.op_id)
 
     def part_done(self) -> PartDone:
-        """What a snapshot must hold for another trainer to continue the operation from here."""
+        """The facts that a snapshot must hold so that another trainer can continue the operation from here."""
         return PartDone(
             op_id=self.op.op_id,
             stop=self.parts[-1].stop,
@@ -146,13 +146,14 @@ class Progress:
         return payload, None
 
     def _spoils_the_sum(self, grad: Adapter) -> bool:
-        """Whether the gradient's sum would not be finite. Not checked for replays: they were answered."""
+        """True if the sum of all gradients since the last step would not be finite with this one. Never for replays:
+        their operations have been answered."""
         before = self.run.grad
         return before is not None and not self.op.replay and not _is_finite(grad.flat + before.flat)
 
 
 def _is_finite(flat: Tensor) -> bool:
-    """Whether all numbers are finite. In one pass, without a tensor of that size: a NaN counts as the largest
+    """True if all numbers are finite. Takes one pass, and no tensor of that size: a NaN counts as the largest
     number."""
     return math.isfinite(float(torch.linalg.vector_norm(flat, math.inf)))
 

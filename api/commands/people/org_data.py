@@ -76,7 +76,7 @@ def export(place: Place, name: str, target: Path) -> None:
 
 
 def _export_rows_and_files(session: Session, settings: Settings, name: str, target: Path) -> tuple[int, int]:
-    """How many rows were written, and how many files are no longer kept."""
+    """Write the export. Returns how many rows it has, and how many of the files that rows name are no longer kept."""
     blobs = blobs_of(settings)
     org = organisation(session, name)
     rows = _export_rows(session, org.id, target / "tables")
@@ -159,7 +159,7 @@ def _write(file: Path, data: bytes) -> None:
 
 @dataclass
 class _Gone:
-    """What a deletion removed: rows by table, and the files to delete next."""
+    """What a deletion removed from the database: the number of rows by table, and the files to delete next."""
 
     org_id: str
     rows: Counter[str]

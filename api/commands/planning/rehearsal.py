@@ -33,9 +33,9 @@ from store.people import keys, organisations
 SLOTS = 8
 TENANTS = 4
 BASE_MODEL = "weft/tiny-moe"
-#: How many decode steps the loops run before counting begins, and while it lasts.
+#: For how many decode steps the loops run before counting begins, and for how many they are counted.
 WARM_STEPS, COUNTED_STEPS = 100, 900
-#: The same two times on the virtual clock, in seconds.
+#: The same two stretches in seconds of the simulator's virtual clock.
 PLAYED_WARM_S, PLAYED_S = 20.0, 600.0
 #: If the generator has not reported after this time, it never will.
 REPORTED_S = 240.0
@@ -48,7 +48,7 @@ _LONG = Workload(
     "long answers", groups=8, group_size=1, prompt=3, mean_tokens=60, sigma=0.8, max_tokens=400, trains=False
 )
 _BRIEF = replace(_LONG, name="brief answers", groups=4, mean_tokens=40, max_tokens=160)
-#: What is predicted: a workload, and for how many tenants.
+#: A workload to predict, and for how many tenants.
 CASES = ((_LONG, 1), (_LONG, 3), (_BRIEF, 4))
 
 
@@ -114,7 +114,7 @@ class _Client:
         return found["steps"], found["slots_busy"]
 
     def past(self, steps: int, busy: int = 0) -> tuple[int, int]:
-        """As `steps`, once there are at least this many."""
+        """Wait until `steps` reports at least this many decode steps and busy slots, and return its report."""
         until_s = time.monotonic() + REPORTED_S
         while True:
             now = self.steps()
@@ -125,7 +125,7 @@ class _Client:
             time.sleep(0.25)
 
     def timed(self, lengths: Sequence[int]) -> Batch:
-        """One batch alone, with its decode steps."""
+        """Run one batch alone. Returns its time and its decode steps."""
         before, busy = self.steps()
         began_s = time.monotonic()
         self.batch(lengths)

@@ -115,7 +115,8 @@ def _cells(row: LedgerEntry) -> list[object]:
 
 
 def _prices(service: Service) -> list[tuple[str, str, dict[str, str]]]:
-    """What each model costs now, in dollars per million tokens (per GB-month of storage), and since which version."""
+    """Each model's present prices, in dollars per million tokens (per GB-month of storage), and the version of the
+    price list that they are from."""
     now = datetime.now(UTC)
     table = []
     for name in sorted(service.cards) or [ANY_MODEL]:

@@ -32,13 +32,13 @@ ORDERS: dict[Sort, tuple[Any, ...]] = {
     "largest": (Checkpoint.size_bytes.desc(), Checkpoint.id),
     "expiring": (Checkpoint.expires_at.is_(None), Checkpoint.expires_at, Checkpoint.id),
 }
-#: What the button offers, in days; 0 is for ever.
+#: The lives that the button offers for a checkpoint, in days; 0 is for ever.
 LIVES = ((1, "1 day"), (7, "1 week"), (30, "30 days"), (365, "1 year"), (0, "never"))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What one owner stores."""
+    """The checkpoints and bytes that one owner stores."""
 
     name: str
     count: int

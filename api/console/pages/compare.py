@@ -156,7 +156,7 @@ def _reached(
 
 
 def _lasted(run: Run) -> timedelta:
-    """From the run's first request to its last."""
+    """The time from the run's first request to its last, in words."""
     return max(timedelta(0), run.last_request_at - run.created_at)
 
 

@@ -77,7 +77,8 @@ def _join(session: Session, secret: str, own: str, before: str, now: datetime, o
 
 
 def _visitor(session: Session, sid: str, now: datetime, oidc: OidcSettings) -> User | None:
-    """Who is signed in; None unless the session is known to be that person's own, and goes as far as they do."""
+    """The person who is signed in; None unless the session is known to be that person's own, and allows all that the
+    person may do."""
     found = sessions.signed_in(session, sid, now, oidc) if sid else None
     if found is None:
         return None

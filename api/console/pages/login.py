@@ -116,8 +116,8 @@ async def logout(request: Request, service: ServiceDep, viewer: ViewerDep) -> Re
 
 
 async def _away(service: Service, viewer: Viewer) -> str:
-    """Where signing out leads: our own page, or the provider's sign-out page if the settings say so and the provider
-    answers."""
+    """The address that signing out leads to: our own page, or the provider's sign-out page if the settings say so and
+    the provider answers."""
     signing_in = service.signing_in
     if signing_in is not None and viewer.by_provider and service.settings.oidc.sign_out_of_provider:
         with suppress(ProviderError):

@@ -136,8 +136,8 @@ async def take_back(service: ServiceDep, viewer: ViewerDep, invitation_id: str) 
 async def require_sso(
     request: Request, service: ServiceDep, viewer: ViewerDep, required: Annotated[bool, Form()]
 ) -> Response:
-    """Require sign-in by the provider. Only owners who came in that way may do it: nobody locks a door that they cannot
-    open."""
+    """Require sign-in by the provider. Only owners who came in that way may do it: nobody can shut themselves out by
+    it."""
     viewer.need("admin")
     need_fresh(request, viewer)
     who, oidc = viewer.who, service.settings.oidc

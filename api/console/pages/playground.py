@@ -1,7 +1,7 @@
 """The playground: a chat with a base model, a checkpoint or a run, or with two of them side by side.
 
-Each answer is a request at the OpenAI door, by whoever is signed in: the same checks, limits and prices. The
-conversation lives in the page; nothing of it is kept here.
+Each answer is a request to the OpenAI-compatible route, by whoever is signed in: the same checks, limits and prices.
+The conversation lives in the page; nothing of it is kept here.
 """
 
 from __future__ import annotations

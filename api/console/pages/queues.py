@@ -30,7 +30,7 @@ router = console_router()
 BUCKETS = 120
 #: How many live runs have their health shown: those with the latest requests.
 SHOWN_RUNS = 12
-#: Machines, by their names in the statistics.
+#: The kinds of machines, by their names in the statistics.
 WORKERS = ("trainer", "generator")
 #: How many organisations an operator's chart shows; the others are added up.
 SHOWN_ORGS = 5
@@ -97,7 +97,7 @@ def _by_organisation(line: Timeline, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _chart(line: Timeline, series: list[dict[str, Any]]) -> dict[str, Any]:
-    """For the browser, with the mean share of each."""
+    """The series as the browser draws them, and the mean share of each."""
     kept = [entry for entry in series if any(entry["values"])]
     means = {entry["name"]: sum(entry["values"]) / len(entry["values"]) for entry in kept}
     for entry in kept:

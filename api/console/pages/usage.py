@@ -45,7 +45,7 @@ Day = Annotated[date | None, Query(ge=date(1970, 1, 1), le=date(2999, 12, 31))]
 
 @dataclass(frozen=True)
 class Filters:
-    """What the address says. `-` is for what has no project (key, user, run)."""
+    """The filters in the page's address. The value `-` selects usage without a project (key, user, run)."""
 
     window: Window
     split: Dimension
@@ -168,8 +168,8 @@ async def usage_csv(service: ServiceDep, viewer: ViewerDep, chosen: FiltersDep) 
 def _called(
     session: Session, viewer: Viewer, dimension: Dimension, values: Iterable[str | None]
 ) -> dict[str | None, str]:
-    """As `names`. But a viewer of a single run sees keys and users by their ids only: whose they are is not theirs to
-    know."""
+    """As `names`; but viewers of a single run see keys and users by their ids only, because they may not know who is
+    behind them."""
     if dimension in ("key", "user") and not viewer.may("billing:read"):
         return {value: value or "none" for value in values}
     return names(session, viewer.org_id, dimension, values)

@@ -121,7 +121,7 @@ async def _told(request: Request, submitting: Awaitable[tuple[UntypedAPIFuture, 
 
 
 def _came_at(request: Request) -> datetime:
-    """When the request first came; SENT_AGAIN if Tinker's client says that it was refused before and has sent it
+    """The time at which the request first came; SENT_AGAIN if Tinker's client says that it sends a refused request
     again."""
     again = header(request.scope, b"x-stainless-retry-count") or "0"
     return datetime.now(UTC) if again == "0" else SENT_AGAIN

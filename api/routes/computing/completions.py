@@ -39,7 +39,7 @@ router = APIRouter(prefix="/api/v1")
 MAX_ACKNOWLEDGED = 10_000
 #: Results are kept for a day at most (`scheduler.journal.ending.results`); older completions are not reported.
 LOOK_BACK = timedelta(hours=24)
-#: A row is written a little before its completion gets a cursor.
+#: The longest time between the writing of an operation's row and the moment when its completion gets a cursor.
 SLACK = timedelta(seconds=60)
 
 

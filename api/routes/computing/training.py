@@ -32,7 +32,7 @@ from store import tables
 
 router = APIRouter(prefix="/api/v1")
 
-#: The seed of a run created without one, as in Tinker's client.
+#: The seed of a run whose client names no seed, as in Tinker's client.
 DEFAULT_RANK = 32
 
 

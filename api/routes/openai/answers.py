@@ -59,7 +59,7 @@ class Form:
 
     @property
     def told(self) -> int:
-        """How many log-probabilities each token has in the answer."""
+        """How many log-probabilities the answer has for each token: its own, and those of the likeliest tokens."""
         return 1 + self.top if self.logprobs else 0
 
     def stream(self) -> TextStream:

@@ -1,5 +1,5 @@
-"""From a request at a door to what is accepted: a sample of each of its prompts, as every other. All of them are
-checked before the first is accepted, and those that were are stopped where a later one is not.
+"""From a request to an OpenAI- or vLLM-compatible route to what is accepted: for each of its prompts a sample like any
+other. All of them are checked before the first is accepted, and those that were are stopped where a later one is not.
 
 A client that leaves stops its samples and pays for what was drawn. With an `Idempotency-Key` they are finished instead:
 the client means to come back, and a retry gets the same operations, computed and billed once.
@@ -49,7 +49,7 @@ MOST_TOLD = 1 << 20
 MOST_ROUTED = 1 << 24
 #: Our names of parameters, and those of OpenAI's and vLLM's APIs.
 WORDS = {"num_samples": "n", "topk_prompt_logprobs": "prompt_logprobs"}
-#: How often a stop is sent again until the sample has ended.
+#: The pause before a stop is sent again while the sample has not ended.
 STOP_AGAIN_S = 1.0
 
 
@@ -140,7 +140,7 @@ async def ask(
     **options: Any,
 ) -> list[Asked]:
     """Accept a request for samples of each prompt, each token of which comes with `told` log-probabilities in the
-    answer. `likeliest` is what its door calls the number of likeliest tokens, and `field` what prompts come in. Raises
+    answer. `likeliest` is the route's name for the number of likeliest tokens, and `field` its name for prompts. Raises
     Refused for what cannot be had."""
     service.polls.check(who.org_id)
     _check_count(service, target, len(prompts), num_samples)

@@ -39,7 +39,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "add_generation_prompt": (True,),
 }
-#: Fields meant for others than the sampler: accepted and not used.
+#: Fields that tell the sampler nothing: accepted and not used.
 UNUSED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("cache_salt", "priority", "spaces_between_special_tokens", "include_reasoning", "request_id"),
@@ -88,7 +88,7 @@ Stops = Annotated[
 StopTokens = Annotated[Tokens, Field(max_length=4096)]
 
 
-class Door(BaseModel):
+class StrictBody(BaseModel):
     """A body that refuses unknown fields and values that cannot be honoured."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -106,7 +106,7 @@ class Door(BaseModel):
 
 
 def _asks(value: int | bool | None) -> bool:
-    """Whether the value asks for log-probabilities; 0 does, too: for each token's own, without likeliest tokens."""
+    """True if the value asks for log-probabilities. 0 does, too: for each token's own, without the likeliest tokens."""
     return value is not None and value is not False
 
 
@@ -120,7 +120,7 @@ def _shown(value: Any) -> str:
     return "such a list" if isinstance(value, list) else "such an object"
 
 
-class StreamOptions(Door):
+class StreamOptions(StrictBody):
     """`continuous_usage_stats` is vLLM's: with `include_usage` every chunk tells how many tokens were drawn so far."""
 
     neutral = {"include_obfuscation": (True, False)}
@@ -129,7 +129,7 @@ class StreamOptions(Door):
     continuous_usage_stats: bool | None = None
 
 
-class Drawing(Door):
+class Drawing(StrictBody):
     """How tokens are drawn; part of every body that asks for samples. `top_k`, `stop_token_ids` and `ignore_eos` are
     vLLM's."""
 
@@ -246,14 +246,14 @@ class CompletionBody(Sampling):
         return listed if isinstance(listed, list) and listed and not isinstance(listed[0], int) else [listed]
 
 
-class Format(Door):
+class Format(StrictBody):
     """The field `text` of the Responses API."""
 
     neutral = {"format": ({"type": "text"},)}
     unused = set()
 
 
-class Reasoning(Door):
+class Reasoning(StrictBody):
     """The field `reasoning` of the Responses API. Summaries are not supported."""
 
     neutral = {"summary": ("auto", "concise", "detailed")}
@@ -332,7 +332,7 @@ class GenerateParams(Drawing):
         return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
-class GenerateBody(Door):
+class GenerateBody(StrictBody):
     neutral = {"stream": (False,), "features": ({},), "kv_transfer_params": ({},), "content_parts": ([],)}
     unused = {"request_id", "cache_salt", "priority", "return_token_ids"}
     model: str
@@ -346,7 +346,7 @@ class GenerateBody(Door):
         self.sampling_params.refuse_unknown("sampling_params.")
 
 
-class TokenizeBody(Door):
+class TokenizeBody(StrictBody):
     neutral = {"continue_final_message": (False,), "chat_template": ("",), "mm_processor_kwargs": ({},)}
     model: str | None = None
     prompt: str | None = None
@@ -358,7 +358,7 @@ class TokenizeBody(Door):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class DetokenizeBody(Door):
+class DetokenizeBody(StrictBody):
     model: str | None = None
     tokens: Tokens
 

@@ -32,7 +32,7 @@ CONTEXT = 8
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
 #: Fields of a message beside its content.
 SAID = ("audio", "function_call", "refusal", "tool_calls")
-#: Matches a template that writes the names of several users.
+#: Matches templates that tell several users apart by their names.
 _NAMED = re.compile(r"\b(?:message|msg|m)(?:\.name\b|\[['\"]name['\"]\]|\.get\(['\"]name['\"])")
 #: Errors that a template raises for values that it does not expect.
 _FAILS = (

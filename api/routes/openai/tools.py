@@ -58,7 +58,8 @@ class Parsed:
 
 
 def beginning(template: str) -> tuple[str, bool]:
-    """How a call begins in a template's format, and whether only space may come before it; "" for no format."""
+    """The text with which a call begins in a template's format ("" if it has none), and whether only space may come
+    before that text."""
     if OPEN in template:
         return OPEN, False
     return ("{", True) if '"parameters"' in template else ("", False)

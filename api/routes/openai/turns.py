@@ -36,7 +36,7 @@ MAX_TURNS = 4096
 MAX_NAME = 128
 #: How many bytes an answer that lists turns may have; it always contains those of the first request.
 PAGE_BYTES = 4 << 20
-#: One such answer of an organisation is written at a time.
+#: Answers that list turns are written one at a time for each organisation.
 _threads = Threads(1)
 #: How many prompt tokens the turns of one request may have together: each choice's turn contains the whole prompt.
 MOST_READ = 1 << 22

@@ -32,7 +32,7 @@ STORE_WITHIN_S = 10.0
 
 
 class Machines(Protocol):
-    """What runs behind the application, from `start` to `stop`."""
+    """The journal, desks and workers behind the application, from `start` to `stop`."""
 
     @property
     def journal(self) -> OperationJournal: ...
@@ -95,7 +95,7 @@ class EmbeddedMachines:
         self._supervisor.start()
 
     async def ready(self) -> None:
-        """Until every worker has attached once."""
+        """Wait until every worker has attached once."""
         await self._supervisor.wait_attached()
 
     def drain(self) -> None:

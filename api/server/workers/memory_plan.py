@@ -92,14 +92,15 @@ def devices_here(settings: Settings) -> list[Device]:
 
 
 def _who(device: Device, settings: Settings, alone: str) -> tuple[bool, bool]:
-    """Whether the trainer is on the device, and whether generators are. A device of another machine has both."""
+    """Two answers: whether the trainer is on the device, and whether generators are. A device of another machine is
+    taken to have both."""
     here = [_place(worker.device, device.kind == "cuda") for worker in (settings.trainer, settings.generator)]
     trains, samples = (here[0] == device.name, here[1] == device.name) if _known(device) else (True, True)
     return trains and alone != "generator", samples and alone != "trainer"
 
 
 def _known(device: Device) -> bool:
-    """Whether the device is one of this machine."""
+    """True if the device belongs to this machine."""
     return device.name == "cpu" or device.name.startswith("cuda:")
 
 

@@ -82,7 +82,7 @@ class Supervisor:
         self._tasks = [asyncio.create_task(keeper.keep()) for keeper in self._keepers]
 
     async def wait_attached(self) -> None:
-        """Until every worker has attached once. WorkerFailed when one does not come up."""
+        """Wait until every worker has attached once. Raises WorkerFailed when a worker does not come up."""
         await asyncio.gather(*(keeper.came_up() for keeper in self._keepers))
 
     def retire(self) -> None:
@@ -120,7 +120,7 @@ class Supervisor:
 
 
 class _Keeper:
-    """One worker and its successors."""
+    """Keeps one worker running: starts it, and each time that it ends, a successor."""
 
     def __init__(self, program: WorkerProgram, attach: Attach, nursery: Nursery | None) -> None:
         self.program = program

@@ -115,7 +115,7 @@ class WorkerProcess:
             os.killpg(self.pid, number)
 
     async def pass_output_on(self) -> None:
-        """What the worker prints goes to this process's stderr, each line with the worker's name."""
+        """Copy what the worker prints to this process's stderr, each line with the worker's name."""
         stream, pipe = asyncio.StreamReader(), os.fdopen(self._output, "rb", buffering=0)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), pipe)

@@ -79,7 +79,7 @@ class Server:
 
 
 class Failed(click.ClickException):
-    """One line on stderr, and an exit code."""
+    """A command failed: one line is printed on stderr, and the command ends with this exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

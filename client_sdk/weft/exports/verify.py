@@ -39,7 +39,7 @@ def mean_difference(ours: list[float], theirs: list[float]) -> float:
 
 
 def verdict(ours: list[float], reference: dict[str, Any]) -> tuple[bool, str]:
-    """Whether `ours` agree with the server's log-probabilities, and a sentence that says so."""
+    """True if `ours` agree with the server's log-probabilities, and a sentence that says how far."""
     theirs, base = reference["logprobs"], reference["base_logprobs"]
     off, effect = mean_difference(ours, theirs), mean_difference(base, theirs)
     numbers = f"log-probabilities of {len(ours)} tokens are off by {off:.4f} on average"
@@ -63,7 +63,7 @@ def installed() -> str:
 
 
 def hub_answers(address: str) -> bool:
-    """Whether anything answers at `address`, be it with an error."""
+    """True if anything answers at `address`, be it with an error."""
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=HUB_S).close()
     except urllib.error.HTTPError:

@@ -92,7 +92,7 @@ class Plan:
 
 
 def datum_of(datum: AnyDatum) -> Datum:
-    """The datum itself, or one made of its fields."""
+    """`datum` itself if it is a `Datum`, or else a `Datum` made of its fields."""
     if isinstance(datum, Datum):
         return datum
     fields = dict(datum)

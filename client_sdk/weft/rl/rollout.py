@@ -21,8 +21,9 @@ from weft.wire.inputs import Datum, ModelInput, PromptProvenanceSpan, Provenance
 
 
 def off_policy(temperature: float, top_p: float, top_k: int) -> str:
-    """What keeps tokens that were drawn so from being trained on; "" if nothing does. A temperature is told to the
-    trainer. A cut is not: the logprobs are those before it, so its bias would not even show."""
+    """The settings because of which tokens drawn with them cannot be trained on, in words; "" if there are none. The
+    trainer is told a temperature, but no cut (top_p, top_k): logprobs are those before a cut, so the bias of a cut
+    would not even show."""
     cuts = (("temperature", temperature, temperature == 0), ("top_p", top_p, top_p < 1), ("top_k", top_k, top_k > 0))
     return ", ".join(f"{name}={value}" for name, value, wrong in cuts if wrong)
 
@@ -98,7 +99,7 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest version behind any of its tokens."""
+        """The oldest policy version that drew any of the tokens."""
         return min((old for rollout in self.rollouts if (old := rollout.oldest) is not None), default=None)
 
 
@@ -142,7 +143,8 @@ class Joined:
 
 
 def join(turns: Sequence[Turn]) -> list[Joined]:
-    """As few sequences as the turns allow; each turn joins the longest of them that its prompt extends."""
+    """Join turns into as few sequences as they allow: each turn goes to the longest sequence that its prompt
+    extends."""
     sequences: list[Joined] = []
     for turn in turns:
         extended = [s for s in sequences if list(turn.prompt[: len(s.tokens)]) == s.tokens]

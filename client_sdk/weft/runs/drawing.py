@@ -47,7 +47,7 @@ class Drawing:
 
     @property
     def told(self) -> bool:
-        """Whether some of its tokens may have been read already."""
+        """True if some of the sample's tokens may have been read already."""
         return bool(self._parts)
 
     def _acceptance(self) -> asyncio.Future[tuple[Transport, str]]:
@@ -56,7 +56,7 @@ class Drawing:
         return self._accepted
 
     def finish(self, response: SampleResponse | None) -> None:
-        """It has ended; tokens that the stream did not tell are taken from its result."""
+        """Note that the sample has ended, and take the tokens that the stream did not bring from the result."""
         if self._reading is not None:
             self._reading.cancel()
         for sample, sequence in enumerate(response.sequences if response is not None else ()):
@@ -65,7 +65,7 @@ class Drawing:
         self._changed.set()
 
     async def stop(self) -> None:
-        """Ask the server to end it, if the server has accepted it."""
+        """Ask the server to end the sample, once the server has accepted it."""
         while not self._over:
             waiting = self._accepted if self._accepted is not None else self._acceptance()
             changed = asyncio.ensure_future(self._changed_again())

@@ -89,7 +89,7 @@ def is_unread(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the server has said no for good, which uses up the operation's number."""
+    """True if the server has refused for good, which uses up the operation's number."""
     if not isinstance(error, APIStatusError):
         return False
     return not passes_by_itself(error.status_code) and not is_billing(error.status_code)

@@ -48,7 +48,7 @@ class SamplerHandle:
 
     @classmethod
     def decoded(cls, handle: str) -> SamplerHandle:
-        """`WeftError` if it is none of ours."""
+        """The sampler that a handle names. Raises `WeftError` for a handle that is none of ours."""
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(handle)))
         except (binascii.Error, ValueError, TypeError):

@@ -153,7 +153,7 @@ class JoinedSession(Session):
         return self._joined
 
     async def _finish(self, status: FinishType, detail: str | None) -> None:
-        """Stop keeping it alive; its owner ends it."""
+        """Stop keeping the session alive; its owner ends it."""
         await self._flush()
         if self._heart is not None:
             self._heart.cancel()

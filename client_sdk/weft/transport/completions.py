@@ -42,7 +42,7 @@ class CompletionPoll:
             self._waiting.pop(request_id, None)
 
     def retrieved(self, request_id: str) -> None:
-        """The result has been fetched; the server need not keep it."""
+        """Note that the result has been fetched: the next poll tells the server that it need not keep the result."""
         self._retrieved.append(request_id)
 
     async def _poll(self) -> None:

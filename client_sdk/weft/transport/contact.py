@@ -17,7 +17,7 @@ FIRST_S = 10.0
 
 
 class Contact:
-    """What is known about one server's address."""
+    """Whether anything has answered at one server's address, and for how long connections have been refused there."""
 
     def __init__(self, base_url: str) -> None:
         self._base_url = base_url
@@ -46,7 +46,8 @@ class Contact:
         return kind(f"cannot reach {self._base_url}: {reason}{hint}")
 
     def hopeless(self, pause_s: float) -> bool:
-        """Whether a server that was never there would still refuse connections after another pause."""
+        """True if it is no use to wait for another pause: the server was never there, and has refused connections for
+        too long."""
         if self._reached or self._refused_since_s is None:
             return False
         return time.monotonic() + pause_s - self._refused_since_s > FIRST_S

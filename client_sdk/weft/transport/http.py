@@ -94,8 +94,8 @@ class Call:
     patient: bool = False
     #: Long polls use a connection pool of their own.
     poll: bool = False
-    #: Whether a redirect is a good answer: its target is then fetched without our credential. Otherwise a redirect is
-    #: an error, since the credential is sent to nobody but the server.
+    #: True: a redirect is a good answer, whose target is fetched without our credential. False: a redirect is an error,
+    #: since the credential is sent to nobody but the server.
     redirected: bool = False
     #: Sent with the API key itself even where tokens are in use.
     with_key: bool = False
@@ -109,7 +109,7 @@ class Transport:
         self.policy = policy
         self.headers = dict(headers or {})
         self.poll_policy = replace(policy, budget_s=policy.outage_budget_s)
-        #: Whether the server wants tokens in place of the key; the session's configuration says so.
+        #: True if the server wants tokens in place of the API key, as the session's configuration says.
         self.use_tokens = False
         self._tokens = Tokens(self._exchange)
         shared = {
@@ -290,12 +290,12 @@ def status_of(failure: APIStatusError | APIConnectionError, *, restarts: bool) -
 
 
 def is_page(response: httpx.Response) -> bool:
-    """Whether the answer is an HTML page, so not Weft's."""
+    """True if the answer is an HTML page, and so not Weft's."""
     return str(response.headers.get("content-type", "")).startswith("text/html")
 
 
 def _refuses_token(response: httpx.Response) -> bool:
-    """Whether the server wants another token."""
+    """True if the server refuses the token, and wants another."""
     return response.status_code == 401 and 'error="invalid_token"' in response.headers.get("WWW-Authenticate", "")
 
 

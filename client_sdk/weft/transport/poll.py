@@ -67,7 +67,7 @@ async def wait_or_raise(failure: APIStatusError | APIConnectionError, attempts: 
 
 
 def is_pending(response: httpx.Response) -> bool:
-    """Whether the answer says "not yet": 408, or 200 with `type` try_again."""
+    """True if the answer says "not yet": 408, or 200 with `type` try_again."""
     if response.status_code == 408:
         return True
     body = None if _is_protobuf(response) else _json(response)

@@ -45,12 +45,12 @@ class RetryPolicy:
 
 
 def passes_by_itself(status: int) -> bool:
-    """Whether a failure with this status is temporary, so that the same request is worth sending again."""
+    """True if a failure with this status is temporary, so that the same request is worth sending again."""
     return status in (408, 429) or status >= 500
 
 
 def is_billing(status: int) -> bool:
-    """Whether the request waits for money."""
+    """True if the request was refused for lack of money."""
     return status == 402
 
 

@@ -22,7 +22,7 @@ DEFAULT_LIFE_S = 60.0
 
 
 def claims_of(jwt: str) -> dict[str, Any]:
-    """What a token says; `APIResponseValidationError` if it is none."""
+    """The claims of a token. Raises `APIResponseValidationError` for a text that is no token."""
     try:
         payload = jwt.split(".")[1]
         claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
@@ -34,7 +34,7 @@ def claims_of(jwt: str) -> dict[str, Any]:
 
 
 def identity_of(jwt: str) -> WhoamiResponse:
-    """Who a token speaks for."""
+    """The identity that a token speaks for."""
     claims = claims_of(jwt)
     if not claims.get("sub") or not claims.get("org_id"):
         raise APIResponseValidationError(f"the JWT names no user or organisation; it has {sorted(claims)}")
@@ -42,7 +42,7 @@ def identity_of(jwt: str) -> WhoamiResponse:
 
 
 class Tokens:
-    """The token in use. `fetch` exchanges the key for a new one."""
+    """The token in use. `fetch` exchanges the API key for a new token."""
 
     def __init__(self, fetch: Callable[[], Awaitable[str]], clock: Callable[[], float] = time.monotonic) -> None:
         self._fetch = fetch

@@ -8,7 +8,8 @@ from weft.wire.base import Response
 
 
 class StallReport(Response):
-    """What the run waits for now. `sentence` says it all: "waiting for 3 of 32 groups; oldest sample 412 s, ..."."""
+    """What the run waits for now. `sentence` says all of this in words: "waiting for 3 of 32 groups; oldest sample 412
+    s, ..."."""
 
     waiting_for: Literal["sampling", "training", "client"]
     open_groups: int

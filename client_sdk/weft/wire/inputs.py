@@ -134,7 +134,7 @@ class ModelInput(Request):
         return f"ModelInput({inside})"
 
 
-#: What is accepted as a prompt: a `ModelInput` of chunks, or token ids.
+#: The forms in which a prompt is accepted: a `ModelInput` of chunks, or token ids.
 AnyPrompt = ModelInput | Sequence[int] | npt.NDArray[Any]
 
 

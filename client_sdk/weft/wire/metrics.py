@@ -13,7 +13,7 @@ __all__ = ["LogMetricsRequest", "LogMetricsResponse", "MetricPoint", "RunCurveRe
 #: How many points one request may have.
 MAX_LOGGED_POINTS = 1000
 
-#: What may name a curve: it becomes a title, not a path.
+#: The name of a curve, which is shown as a title and used in no path.
 MetricName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[ -~]+$")]
 
 

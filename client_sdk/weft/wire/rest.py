@@ -169,13 +169,13 @@ class GetSessionResponse(Response):
 
 
 class SetTtlResponse(Response):
-    """When the checkpoint expires; null: never."""
+    """The time at which the checkpoint expires; null: never."""
 
     expires_at: datetime | None
 
 
 class SetNotesRequest(Request):
-    """What people write about a run. At most 4,096 characters; empty takes the notes away."""
+    """Notes that people write about a run. At most 4,096 characters; empty takes the notes away."""
 
     notes: str
 

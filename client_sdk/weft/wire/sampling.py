@@ -89,7 +89,7 @@ class SampleRequest(Request):
     record_stability_info: bool | None = None
     max_staleness: Count | None = None
     return_routed_experts: bool | None = None
-    #: Whether its tokens can be read while they are drawn (`stream_future`).
+    #: True: the sample's tokens can be read while they are drawn (`stream_future`).
     stream: bool | None = None
     type: Literal["sample"] = "sample"
 
@@ -140,7 +140,7 @@ class SampledSequence:
 
     @property
     def stale(self) -> bool:
-        """Whether the server stopped it because the run had moved further than `max_staleness`."""
+        """True if the server stopped the sequence because the run had moved further than `max_staleness`."""
         return self._result.stale
 
     @property

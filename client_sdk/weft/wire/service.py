@@ -193,7 +193,7 @@ FutureCompletion = Annotated[FutureFinished | FutureFailed, Field(discriminator=
 
 
 class FuturesRetrieveResponse(Response):
-    """What has completed; the results are fetched one by one. `cursor` goes into the next request."""
+    """The requests that have completed; their results are fetched one by one. `cursor` goes into the next request."""
 
     completions: list[FutureCompletion]
     cursor: int
@@ -272,7 +272,7 @@ class StatusResponse(Response):
 
 
 class CancelFutureResponse(Response):
-    """Whether there was a running sample to end."""
+    """`cancelled`: true if there was a running sample to end."""
 
     cancelled: bool
 

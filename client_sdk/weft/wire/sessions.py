@@ -91,7 +91,7 @@ SessionStatusQuery = Annotated[
 
 
 class SessionSearchCursor(Request):
-    """Where the next page starts: a response's `next_cursor`, handed back as it is."""
+    """The start of the next page: a response's `next_cursor`, handed back as it is."""
 
     last_created_at: AwareDatetime
     last_session_id: str
@@ -156,7 +156,7 @@ class ClientSessionFinishReason(Response):
 
 
 class ClientSessionFinished(Response):
-    """Its client said that it was done."""
+    """The session's client said that it was done."""
 
     type: Literal["client_finished"] = "client_finished"
     reason: ClientSessionFinishReason
@@ -210,7 +210,7 @@ class TraceExportResponse(Response):
 
 
 class WhoamiResponse(Response):
-    """Who a token speaks for."""
+    """The identity that a token speaks for."""
 
     user_urn: str
     org_urn: str

@@ -89,14 +89,14 @@ class SaveWeightsForSamplerRequest(Request):
 
 
 class SaveWeightsForSamplerResponse(Response):
-    """What a user gets for a named save."""
+    """The answer that a user gets for a named save."""
 
     path: str
     type: Literal["save_weights_for_sampler"] | None = None
 
 
 class SaveWeightsForSamplerResponseInternal(Response):
-    """What the server answers: `path` for a named save, `sampling_session_id` for an ephemeral one."""
+    """The server's answer to a save: `path` for a named save, `sampling_session_id` for an ephemeral one."""
 
     path: str | None = None
     sampling_session_id: str | None = None
@@ -156,7 +156,7 @@ class WeightsInfoRequest(Request):
 
 
 class WeightsInfoResponse(Response):
-    """What a run must look like to load this checkpoint."""
+    """The properties that a run needs to load this checkpoint."""
 
     base_model: str
     optimizer_config: OptimizerConfig = AdamOptimizerConfig()

@@ -48,7 +48,7 @@ INSERT_AGAIN_S = (0.1, 0.3, 1.0, 3.0, 5.0)
 
 @dataclass
 class _Entry:
-    """What memory knows of one (lane, seq), from the moment that its acceptance begins."""
+    """What this process knows of the operation (lane, seq), from the moment at which its acceptance begins."""
 
     id: str
     kind: str
@@ -157,7 +157,7 @@ class Acceptance:
                 return
 
     def forget(self, op: Operation) -> None:
-        """`op` has ended: from now on its row answers for it."""
+        """Forget `op`, which has ended: from now on the row in the database answers for it."""
         self._entries.pop((op.lane, op.seq), None)
 
     def _stored(self, lane: str, seq: int) -> _Entry | None:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Queues(Protocol):
-    """Where accepted operations are queued: in this process, or in queues that replicas share."""
+    """The queues that accepted operations go to: in this process, or shared by replicas."""
 
     async def check(self, new: NewOperation) -> None:
         """Raise Draining or RunClosed unless `new` can be queued."""
@@ -99,7 +99,7 @@ class Admission:
             raise
 
     def _refuse(self, op: Operation, why: str) -> None:
-        """The API has refused it: it is accepted as failed."""
+        """Accept as failed an operation that the API has refused."""
         op.outcome = Outcome(error=why, category="user")
         self._answers.remember(op)
         self.forget(op)
@@ -115,7 +115,7 @@ class Admission:
         self._in_flight.add(op)
 
     def end(self, op: Operation) -> None:
-        """The operation has its outcome: wake whoever waits for it."""
+        """Wake whoever waits for the operation, which has its outcome."""
         self._meters.closed(op, datetime.now(UTC))
         self._answers.remember(op)
         self.forget(op)

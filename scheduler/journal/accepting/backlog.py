@@ -52,11 +52,11 @@ class Backlog:
         return self._ops[org_id] + self._others_ops[org_id], self._bytes[org_id] + self._others_bytes[org_id]
 
     def own(self) -> dict[str, tuple[int, int]]:
-        """What this process has, by organisation."""
+        """The backlog of this process, by organisation: operations and bytes."""
         return {org_id: (ops, self._bytes[org_id]) for org_id, ops in self._ops.items()}
 
     def hear(self, others: list[dict[str, tuple[int, int]]]) -> None:
-        """Set what the other replicas have, all of them at once."""
+        """Replace the backlogs of the other replicas; `others` has one for each."""
         self._others_ops, self._others_bytes = Counter(), Counter()
         for said in others:
             for org_id, (ops, held) in said.items():

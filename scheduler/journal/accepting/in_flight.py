@@ -33,13 +33,15 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What other processes have in flight of a scope, and whether the run in question is part of it."""
+    """The number of units that other processes have in flight in a scope; or just that the run in question is one of
+    them (`has`)."""
 
     count: int = 0
     has: bool = False
 
 
-#: Finds what is in flight elsewhere of a (scope, id), for a piece of work or for none.
+#: Finds what other processes have in flight for a (scope, id); if given a piece of work, also whether its unit is among
+#: that.
 Look = Callable[[str, str, Work | None], Awaitable[Elsewhere]]
 
 
@@ -56,12 +58,12 @@ class InFlight:
         return len(self._units.get((scope, id), ()))
 
     def has(self, scope: str, id: str, work: Work) -> bool:
-        """Whether `work` belongs to a unit that is in flight here already: its run."""
+        """True if the unit that `work` belongs to (its run) is in flight in this process already."""
         return _unit(work) in self._units.get((scope, id), ())
 
     async def elsewhere(self, scope: str, id: str, work: Work | None = None) -> Elsewhere:
-        """What is in flight in other processes. Call it before `count`: between `count` and `arriving` nothing else may
-        happen in the event loop."""
+        """What is in flight in other processes. Must be called before `count`: between `count` and `arriving` nothing
+        else may happen in the event loop."""
         return await self._look(scope, id, work) if self._look else Elsewhere()
 
     def add(self, work: Work) -> None:

@@ -18,7 +18,7 @@ MOST = 100_000
 
 
 def known(session: Session, lane: str, seq: int) -> bool:
-    """Whether that operation was accepted before."""
+    """True if the database has an operation of this (lane, seq)."""
     return session.scalar(select(Operation.id).filter_by(lane=lane, seq=seq)) is not None
 
 
@@ -38,7 +38,7 @@ class Highest:
         self._numbers: dict[tuple[str, int], int] = {}
 
     def is_new(self, lane: str, seq: int) -> bool:
-        """Whether the number is certainly new. If not, the database has to be asked."""
+        """True if the number is certainly new. If False, only the database knows."""
         found = self._numbers.get((lane, seq // CLIENT_STRIDE))
         return found is not None and seq > found
 

@@ -111,7 +111,7 @@ class Feeds:
         feed.changed.set()
 
     def clear(self) -> None:
-        """Forget every key, and have its clients ask again."""
+        """Forget every feed, and wake the clients that follow them, so that they ask again."""
         feeds = list(self._feeds.values())
         self._feeds.clear()
         for feed in feeds:
@@ -161,7 +161,7 @@ class LocalFeeds:
                 self.publish(key, completion)
 
     def publish(self, key: FeedKey, completion: Completion) -> None:
-        """A request has ended, and its outcome can be fetched."""
+        """Tell the feed's readers that a request has ended, and that its outcome can be fetched."""
         if self._feeds.follows(key):
             self._last = max(self._last + 1, self._now_us())
             self._feeds.append(key, self._last, completion)

@@ -39,7 +39,7 @@ class Meters:
         self.submitted[str(op.kind)] += 1
 
     def closed(self, op: Operation, now: datetime) -> None:
-        """`op` has its outcome."""
+        """Count `op`, which has its outcome."""
         kind, stretches = str(op.kind), op.timings.stretches
         self.ended[kind, "failed" if op.outcome is None or op.outcome.error is not None else "done"] += 1
         if stretches:

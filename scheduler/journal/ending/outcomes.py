@@ -32,7 +32,7 @@ JSON = "application/json"
 
 
 def result_ref(op_id: str) -> str:
-    """Where the result of an operation is kept."""
+    """The ref of the blob in which an operation's result is kept."""
     return f"results/{op_id[:2]}/{op_id}"
 
 
@@ -45,7 +45,7 @@ def text_of(outcome: Outcome) -> str | None:
 
 
 def payload_of(text: str, content_type: str | None) -> bytes:
-    """A result that lies in its operation's row."""
+    """The payload of a result that is stored in its operation's row."""
     return text.encode() if content_type in (JSON, None) else b64decode(text)
 
 
@@ -145,12 +145,12 @@ class Answers:
         return found if found.size_bytes > LARGE_BYTES else self.whole(found)
 
     def stored(self, org_id: str, request_id: str) -> Outcome | Gone | None:
-        """As `found`, with its payload."""
+        """As `found`, with the outcome's payload."""
         found = self.found(org_id, request_id)
         return self.whole(found) if isinstance(found, Outcome) else found
 
     def whole(self, found: Outcome) -> Outcome | Gone:
-        """As `found`, with its payload. A damaged file is given to nobody."""
+        """The outcome `found`, with its payload. A damaged file is given to nobody."""
         if not found.ref:
             return found
         try:

@@ -188,7 +188,7 @@ def _charge(row: _Row, ending: Ending, outcome: Outcome) -> Charge:
 
 
 def _ran(ending: Ending) -> bool:
-    """Whether the operation was computed and then failed by its user's fault."""
+    """True if the operation was computed and then failed by its user's fault."""
     return ending.done.failure is not None and ending.done.failure.ran
 
 

@@ -35,8 +35,8 @@ def cut_off(op: Operation) -> Done | None:
 
 
 def needed(op: Operation, sampler: SamplerFacts) -> str:
-    """What a generator keeps in memory after it has served `op`, as a name: the adapter, by its run if it follows one;
-    for the base model, cached prompts of this organisation."""
+    """The name of what a generator keeps in memory after it has served `op`: the adapter (its run's id if the sampler
+    follows a run), or for the base model the organisation, whose prompts are cached."""
     return (sampler.run_id if sampler.inflight else sampler.adapter_ref) or op.org_id
 
 

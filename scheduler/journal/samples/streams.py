@@ -50,7 +50,7 @@ class TokenStream:
         self.changed = asyncio.Event()
 
     def beyond(self, told: Mapping[int, int]) -> list[DrawnTokens]:
-        """By sequence: the tokens after its first `told` tokens."""
+        """For each sequence the tokens after the first `told[sequence]`, which the reader has."""
         found = (after(sequence, told.get(sample, 0)) for sample, sequence in sorted(self.sequences.items()))
         return [part for part in found if part is not None]
 
@@ -101,7 +101,7 @@ class LocalStreams:
         self._stream(drawn.op_id).hear(drawn.parts)
 
     def forget(self, op_id: str) -> None:
-        """It has ended."""
+        """Drop the stream of an operation that has ended."""
         self._streams.pop(op_id, None)
 
     def _stream(self, op_id: str) -> TokenStream:

@@ -65,7 +65,7 @@ class PrefillRecur:
 
     @cached_property
     def _rounds(self) -> list[tuple[int, ...]]:
-        """For each round: how many tokens of each piece it computes."""
+        """For each round of the computation: the number of tokens that it takes from each piece."""
         each = []
         for piece, marks in zip(self._pieces, self._marks, strict=True):
             cuts = [piece.start, *sorted({mark for mark in marks if piece.start < mark < piece.stop}), piece.stop]

@@ -15,7 +15,7 @@ from workers.model.planning.layer_groups import layer_groups
 
 @dataclass(frozen=True)
 class PageGroup:
-    """`window`: how many positions its layers attend to; 0: all."""
+    """Layers whose pages are kept together. `window`: how many positions these layers attend to; 0: all."""
 
     layers: tuple[int, ...]
     window: int = 0
@@ -44,7 +44,7 @@ class Held:
 
     @property
     def stop(self) -> int:
-        """The first position beyond them."""
+        """The first position beyond the pages."""
         return (self.gone + len(self.pages)) * PAGE_TOKENS
 
     def of(self, position: int) -> int:

@@ -140,12 +140,12 @@ class PrefixCache:
 
     @property
     def capacity(self) -> int:
-        """The most blocks it keeps."""
+        """The largest number of blocks that the cache keeps."""
         return self._index.capacity
 
     @property
     def keeps_states(self) -> bool:
-        """Whether prompts can only continue at `marks`."""
+        """True if the cache keeps states of recurrent layers: prompts can then continue only at `marks`."""
         return self._states is not None
 
     def match(self, root: Root, prompt: Sequence[int], limit: int) -> tuple[Chain, list[int]]:

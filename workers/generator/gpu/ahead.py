@@ -52,8 +52,8 @@ class Flight:
         return drawn(self._here.tolist(), self.plan.sampling)
 
     def fits(self, at: int) -> bool:
-        """Whether the sequence of row `at` may take this step's token: it is seated, has not ended, and has the tokens
-        that it had, or was expected to have, when the step was launched."""
+        """True if the sequence of row `at` may take this step's token: it is seated, has not ended, and has as many
+        tokens as it had, or was expected to have, when the step was launched."""
         sequence = self.plan.sequences[at]
         seated = bool(sequence.pages) and sequence.stop_reason is None
         return seated and len(sequence.tokens) == self._tokens[at]
@@ -81,7 +81,7 @@ class Ahead:
         return flight.draws()
 
     def _goes_on(self, sequence: SequenceProgress) -> bool:
-        """Whether the sequence certainly needs the next step: its next token cannot be its last, and the one after it
+        """True if the sequence certainly needs the next step: its next token cannot be its last, and the one after it
         has a position."""
         room = sequence.owner.rule.limit - len(sequence.tokens)
         return room > 1 and self._seating.reach(sequence, 1) > 0

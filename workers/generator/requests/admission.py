@@ -22,7 +22,7 @@ from workers.generator.requests.progress import RequestProgress
 class Admission:
     def __init__(self, adapters: AdapterCache) -> None:
         self._adapters = adapters
-        #: Whether a request waits for others to release memory.
+        #: True if a request waits for others to release memory.
         self.short = False
         # admitted adapters, the oldest first, with the tenant that each was admitted for
         self._admitted: dict[HeldAdapter, str] = {}

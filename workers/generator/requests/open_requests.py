@@ -33,7 +33,7 @@ class OpenRequests:
 
     @property
     def stuck(self) -> bool:
-        """Whether all requests wait for an adapter to be read."""
+        """True if no request can go on before an adapter has been read."""
         return not (self.running or self.finished or self.queue.ready)
 
     def enter(self, progress: RequestProgress) -> None:

@@ -28,7 +28,7 @@ class PrefillQueue:
 
     @property
     def ready(self) -> bool:
-        """Whether any of them can be computed."""
+        """True if the prompt of any of the requests can be computed now."""
         return any(progress.ready for progress in self)
 
     def __iter__(self) -> Iterator[RequestProgress]:

@@ -84,7 +84,7 @@ class SequenceProgress:
         self.stop_reason = self._watch.check(self.tokens)
 
     def result(self) -> SequenceResult:
-        """Its result so far; a sequence that was cut short has the stop reason "length"."""
+        """The sequence's result so far. Cut short, it has the stop reason "length"."""
         tokens, logprobs = np.array(self.tokens, dtype=np.int32), np.array(self.logprobs, dtype=np.float32)
         reason = self.stop_reason or "length"
         policy = tuple(PolicySpan(version, length) for version, length in self.policy)
@@ -163,7 +163,7 @@ class RequestProgress:
 
     @property
     def ready(self) -> bool:
-        """Whether its adapter is in memory for it."""
+        """True if the request's adapter is in memory, and the request may use it."""
         return not (self.awaits or self.held_up)
 
     @property
@@ -172,7 +172,7 @@ class RequestProgress:
 
     @property
     def version(self) -> int:
-        """The version of the policy that it samples from now."""
+        """The version of the policy that the request samples from now."""
         return self.adapter.version if self.adapter is not None else 0
 
     @property
@@ -189,12 +189,12 @@ class RequestProgress:
 
     @property
     def may_hit_more(self) -> bool:
-        """Whether one more block may come from the prefix cache once it is there."""
+        """True if one more block of the prompt may come from the prefix cache, once that block is kept there."""
         return (len(self.chain.keys) + 1) * BLOCK_TOKENS <= self.hit_limit
 
     @property
     def at_end(self) -> bool:
-        """Whether the prefill in progress completes the prompt."""
+        """True if the prefill in progress completes the prompt."""
         return self.goal == len(self.request.prompt)
 
     def reach(self, budget: int) -> int:
@@ -223,7 +223,7 @@ class RequestProgress:
 
     @property
     def facts(self) -> Facts:
-        """Counts of what was computed for it so far."""
+        """Counts of the tokens computed for the request so far."""
         hit = self.cache_hit if self.started else 0
         return Facts(
             prefill=self.computed - hit if self.started else 0,

@@ -43,12 +43,13 @@ def failed(request_id: str, error: BaseException, computed: Facts = NOTHING) -> 
 
 
 def refused(request_id: str, message: str) -> Finished:
-    """The end of a request that cannot be served as it is."""
+    """The answer to a request that cannot be served as it is."""
     return Finished(request_id, error=RequestError(message, "user"))
 
 
 def request_fault(request: GenerateRequest, context: int, vocab_size: int) -> str | None:
-    """What is wrong with a request, or None. A prompt may fill the context: the last token sampled is not fed back."""
+    """A sentence that says what is wrong with a request; None if nothing is. A prompt may fill the context: the last
+    token sampled is not fed back."""
     sampling = request.sampling
     if not request.prompt:
         return "the prompt is empty: it needs at least one token"

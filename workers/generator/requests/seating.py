@@ -63,7 +63,7 @@ class Seating:
 
     @property
     def pages_to_grow(self) -> int:
-        """One more page of each group for every seated sequence."""
+        """How many pages all seated sequences need to grow: for each sequence one more of each group."""
         return len(self._groups) * len(self._seated)
 
     def pages_for(self, tokens: int, start: int = 0) -> int:
@@ -191,8 +191,8 @@ class Seating:
         return True
 
     def _fits(self, need: int) -> bool:
-        """Whether a row and `need` pages are free, beside those that seated sequences need to grow: otherwise one would
-        be set aside at once."""
+        """True if a row and `need` pages are free, beside the pages that seated sequences need to grow: otherwise one
+        would be set aside at once."""
         return self.free_rows > 0 and self.pool.free >= need + self.pages_to_grow
 
     def _pass(self, sequence: SequenceProgress, position: int, whole: int = 0) -> None:

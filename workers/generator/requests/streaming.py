@@ -33,7 +33,7 @@ class Streams:
         self._told[op_id] = (engine, [0] * num_samples)
 
     def close(self, op_id: str) -> None:
-        """The sample has ended: its `Done` contains everything."""
+        """Stop streaming a sample that has ended: its `Done` contains everything."""
         self._told.pop(op_id, None)
 
     def tell(self) -> None:

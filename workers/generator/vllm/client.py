@@ -92,7 +92,7 @@ class VllmClient:
             raise VllmLost(f"stream: {type(error).__name__}: {error}") from error
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End requests with the tokens they have."""
+        """End requests: each is answered with the tokens that it has."""
         names = [f"generate-tokens-{request_id}" for request_id in request_ids]
         await self._post("/inference/v1/abort_requests", {"request_ids": names})
 

@@ -101,7 +101,7 @@ class VllmEngine:
 
     @property
     def url(self) -> str:
-        """The address of its vLLM."""
+        """The address of the vLLM that this engine uses."""
         return self._server.url
 
     def close(self) -> None:

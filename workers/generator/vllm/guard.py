@@ -45,7 +45,8 @@ def main() -> None:
 
 
 def is_to_end(process: int) -> bool:
-    """Whether a process of this group is alive and no tracker."""
+    """True for a process that has to be ended: another one of this process group, which is alive and no resource
+    tracker of Python's."""
     try:
         if process == os.getpid() or os.getpgid(process) != os.getpgid(0):
             return False

@@ -89,7 +89,7 @@ class Policies:
             raise
 
     async def _acquire(self, name: str, source: Weights | None) -> Pushed:
-        """`acquire` with the lock held, which it releases at the end."""
+        """`acquire`, called with the lock held, which is released at the end."""
         try:
             pushed = self._current.get(name) or await self._push(name, source)
             self._current.move_to_end(name)
@@ -130,7 +130,7 @@ class Policies:
         self.epoch = 0
 
     async def _push(self, name: str, source: Weights | None) -> Pushed:
-        """Have vLLM load it, and make it the current one of its name."""
+        """Have vLLM load the adapter in `source`, and make it the current one of this name."""
         key = f"{self._life}-{next(self._counter)}"
         weights = self.folder / f"{key}.weights"
         pushed: Pushed | None = None
@@ -167,7 +167,7 @@ class Policies:
 
 
 def _unwanted(acquiring: asyncio.Task[Pushed]) -> None:
-    """The adapter was pushed, but nobody waits for it any more."""
+    """Let go of an adapter that was pushed when nobody waited for it any more."""
     if not acquiring.cancelled() and acquiring.exception() is None:
         acquiring.result().users -= 1
 

@@ -49,7 +49,7 @@ class RequestProgress:
         return self.pushed.version if self.pushed is not None else 0
 
     def too_old(self, version: int) -> bool:
-        """Whether a sequence that began with this policy version must end."""
+        """True if a sequence that began with this policy version must end, since the policy has moved too far."""
         most = self.request.max_staleness
         return most is not None and self.run_version - version > most
 

@@ -79,7 +79,8 @@ class Launch:
         return words + (["--enforce-eager"] if self.cpu else [])
 
     def environment(self, place: Path) -> dict[str, str]:
-        """Its environment. Temporary files are in `place`, except for compiled code, which the next vLLM can use."""
+        """The environment of the vLLM process. Temporary files are in `place`, except for compiled code, which the next
+        vLLM can use."""
         folder = self.program.parent
         found = {**os.environ, "PATH": f"{folder}:{os.environ.get('PATH', '')}", "HF_HUB_OFFLINE": "1"}
         found.pop("PYTHONPATH", None)  # it names packages of this environment, not of vLLM's
@@ -129,7 +130,7 @@ class VllmServer:
         self._lost.set()
 
     async def keep(self) -> None:
-        """Keep it running until cancelled, or until `failure` is set."""
+        """Keep vLLM running until cancelled, or until `failure` is set."""
         attempts = 0
         while self.failure is None and (attempts < START_ATTEMPTS or self._launch is None):
             process = await self._spawn() if self._launch is not None else None

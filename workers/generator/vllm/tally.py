@@ -22,7 +22,7 @@ class Tally:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is open, or has ended and was not taken yet."""
+        """True if a request is open, or has ended and was not taken yet."""
         with self._lock:
             return bool(self._open) or not self._ended.empty()
 

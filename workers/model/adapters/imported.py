@@ -44,7 +44,7 @@ _PLAIN_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class CannotImport(ValueError):
-    """The folder cannot be imported; one line for the operator."""
+    """The folder cannot be imported. The text is one line for the operator."""
 
 
 @dataclass(frozen=True)

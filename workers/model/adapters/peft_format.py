@@ -104,7 +104,7 @@ def write_peft(
 
 
 def _other_ranks(peft: Mapping[str, Array], rank: int) -> dict[str, int]:
-    """By name: the ranks of modules that differ from the adapter's, which are those of PARTED."""
+    """The ranks of the modules whose rank is not the adapter's (those in PARTED), by module name."""
     ranks = {_module_of(key): len(x) for key, x in peft.items() if key.endswith(".lora_A.weight")}
     return {name: own for name, own in ranks.items() if own != rank}
 

@@ -27,7 +27,7 @@ _PART = (
 _LAYER = re.compile(rf"model\.(?P<layer>layers\.\d+)\.{_PART}\.(?P<name>\w+)")
 #: The name of a mixture in Mixtral's checkpoints, and so in adapters trained on it.
 _MIXTRAL = ".block_sparse_moe."
-#: What Tinker's archives of gpt-oss call attention (its cookbook's weights/_merge_gpt_oss.py).
+#: The name of attention in Tinker's archives of gpt-oss (its cookbook's weights/_merge_gpt_oss.py).
 _GPT_OSS = ".attn."
 #: The modules of each part; attention has those of one of its kinds.
 _MLP = ("gate_proj up_proj down_proj",)
@@ -252,7 +252,7 @@ def _concatenate(layer: str, factors: list[Array], axis: int = 0) -> Array:
 
 
 def _share(pairs: Mapping[str, Mapping[str, Array]]) -> bool:
-    """Whether all experts have the same outer factors, of [1 or E, ..]."""
+    """True if all experts have the same outer factors, which are [1 or E, ..]."""
     found = [pair[factor] for name, factor in _OUTER for pair in [pairs.get(name, {})] if factor in pair]
     return all(x.ndim == 3 and all(row.tobytes() == x[0].tobytes() for row in x[1:]) for x in found)
 

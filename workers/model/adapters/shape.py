@@ -40,7 +40,7 @@ class Slot:
 
     @property
     def turned(self) -> bool:
-        """Whether the last two dimensions are stored transposed."""
+        """True if the last two dimensions are stored transposed."""
         return self.fan_in == 0
 
     @property
@@ -123,7 +123,7 @@ class AdapterShape:
 
     @property
     def mixtral(self) -> bool:
-        """Whether PEFT and vLLM know the experts by the names of Mixtral's checkpoints (peft_format.py)."""
+        """True if PEFT and vLLM know the experts by the names that Mixtral's checkpoints use (peft_format.py)."""
         return self.config.architecture == "MixtralForCausalLM"
 
     @property

@@ -177,7 +177,7 @@ def _complete(descriptor: int, size_bytes: int) -> bool:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at that path."""
+    """True if the open file is still the one at that path."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     return False

@@ -56,7 +56,7 @@ GRACE_S = 60.0
 MEMORY_WITHIN_S = 20.0
 #: How long an ending holder may delay its successor's start.
 ENDS_WITHIN_S = 60.0
-#: Its name in `ps` and `top`.
+#: The holder's name in `ps` and `top`.
 TITLE = "weft-weights"
 _PEER = struct.Struct("3i")  # pid, uid, gid
 #: By type of device: the module whose memory can be shared.
@@ -90,8 +90,8 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """What a holder loads: a model folder's weights, in this dtype on this device. `module`: the module of the device's
-    memory."""
+    """The weights that a holder loads: those of a model folder, in this dtype on this device. `module`: the module of
+    the device's memory."""
 
     path: str
     dtype: str
@@ -266,7 +266,7 @@ def _room(memory: Memory, size_bytes: int, device: torch.device) -> Tensor:
 
 
 class Grace:
-    """How long a holder waits for users when it has none."""
+    """For how long a holder without users waits for the next one, before it ends."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -338,7 +338,7 @@ def _answered(link: Connection, message: bytes, name: str, answer: Here | Refuse
 
 
 def _sees(pid: int) -> bool:
-    """Whether a process shares the namespaces that shared memory needs."""
+    """True if a process is in this one's IPC namespace, and visible in its PID namespace, as shared memory needs."""
     try:
         return pid > 0 and os.readlink(f"/proc/{pid}/ns/ipc") == os.readlink("/proc/self/ns/ipc")
     except OSError:

@@ -29,7 +29,7 @@ from workers.model.families.read import read_config
 
 log = logging.getLogger("base")
 
-#: What an operator can do if workers do not share.
+#: The advice to an operator whose workers do not share weights.
 COPIES = 'the plan of memory has one copy of them: with base_dir = "" it has one for each worker'
 
 

@@ -52,13 +52,13 @@ def _centred(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor goes, and how it is arranged for that."""
+    """The (part of a) parameter that a stored tensor fills, and how the tensor is arranged for it."""
 
     target: Tensor
     arranged: Callable[[Tensor], Tensor] = _as_it_is
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has that of the place, once it is arranged."""
+        """True if a tensor of this shape, once it is arranged, has the shape of the place."""
         try:
             return self.arranged(torch.empty(tuple(shape), device="meta")).shape == self.target.shape
         except (IndexError, RuntimeError):  # it lacks dimensions that the arrangement needs
@@ -92,7 +92,7 @@ def does_not_fit(stored: Stored, name: str, found: object, place: Place) -> Mode
 
 
 def matched(decoder: Decoder, stored: Stored, folder: Path) -> list[tuple[str, Place]]:
-    """Each tensor that is used, and its place."""
+    """Each stored tensor that the decoder uses, and the place that it fills."""
     config, single, fused = decoder.config, dict(places(decoder)), dict(_fused_places(decoder))
     ignored = {"lm_head.weight"} if config.tie_embeddings else set()
     beyond = range(config.num_layers, config.num_layers + config.prediction_layers)
@@ -144,7 +144,7 @@ def _copy(stored: Stored, name: str, place: Place) -> None:
 
 
 def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
-    """Checkpoint name -> the (part of a) parameter it fills."""
+    """For each tensor, its name in the checkpoint, and the (part of a) parameter that it fills."""
     c, layout = decoder.config, FAMILIES[decoder.config.architecture].layout
     norm = _centred if layout.centred_norms else _as_it_is
     yield f"model.{layout.embedding}.weight", Place(decoder.embed)

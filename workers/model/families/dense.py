@@ -11,7 +11,8 @@ from workers.model.families.rope import read_rope
 
 
 def decoder(architecture: str, fields: Fields, **parts: Any) -> DecoderConfig:
-    """What every family has; `parts` are the family's own, and come before it."""
+    """The config of a decoder, from the fields that every family has. `parts` are the family's own, and take
+    precedence."""
     heads, hidden = fields.need("num_attention_heads"), fields.need("hidden_size")
     kv_heads = fields.whole("num_key_value_heads", heads)
     if heads % kv_heads:

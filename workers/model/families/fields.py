@@ -38,7 +38,7 @@ _MOST_OF = {
 
 
 def is_neutral(key: str) -> bool:
-    """Whether a field of this name changes no number."""
+    """True if a field of this name changes no number that the model computes."""
     return key in _NEUTRAL.split() or key.startswith(_NEUTRAL_PREFIXES)
 
 
@@ -59,7 +59,7 @@ class Fields:
         return default if value is None else value
 
     def is_null(self, key: str) -> bool:
-        """Whether the field is there and null, which libraries do not always take for missing."""
+        """True if the field is there and null. Libraries do not always treat that like a missing field."""
         return key in self._raw and self._raw[key] is None
 
     def need(self, key: str) -> int:
@@ -87,7 +87,7 @@ class Fields:
         return value
 
     def object(self, key: str) -> Mapping[str, Any]:
-        """The contents of an object; empty if it is missing."""
+        """The contents of the object in a field; empty if the field is missing."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             self.refuse(f"config.json has {key}={value!r}", "an object there")

@@ -14,8 +14,8 @@ from workers.model.families.rope import read_rope
 
 
 def delta_and_gates(fields: Fields, *, grouped: bool) -> dict[str, Any]:
-    """What the layers of these families are: linear_attention in those that `layer_types` names, or else in all but
-    every fourth; the others have attention with an output gate."""
+    """The kinds of these families' layers: linear_attention in those that `layer_types` names, or else in all but every
+    fourth; the others have attention with an output gate."""
     no_biases(fields)
     fields.unset("use_sliding_window", "no sliding window in this family")
     fields.get("max_window_layers")
@@ -49,7 +49,7 @@ def delta_and_gates(fields: Fields, *, grouped: bool) -> dict[str, Any]:
 
 
 def shared_expert(fields: Fields) -> dict[str, Any]:
-    """Experts, and one with a gate that every token has."""
+    """Experts chosen by a router, and a shared expert with a gate, which every token passes through."""
     return {
         **experts(fields, "num_experts", "num_local_experts", width="moe_intermediate_size"),
         "shared_intermediate_size": fields.need("shared_expert_intermediate_size"),
@@ -98,7 +98,8 @@ def _known(fields: Fields) -> None:
         fields.get(prediction)  # about layers that are not loaded
 
 
-#: What a layer of Nemotron is, by its letter in `hybrid_override_pattern`, and by its names in `layers_block_type`.
+#: The kinds of Nemotron's layers, by their letters in `hybrid_override_pattern`, and by their names in
+#: `layers_block_type`.
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M*-E"
 _BLOCKS = {
     **dict.fromkeys(("mamba", "linear_attention"), _MAMBA),

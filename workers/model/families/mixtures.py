@@ -103,7 +103,8 @@ def glm4_moe(fields: Fields) -> DecoderConfig:
 
 
 def bailing_moe_v2(fields: Fields) -> DecoderConfig:
-    """Its code ignores some fields that its config has; such a one must say what the code does."""
+    """The model's own code ignores some fields of the config. Such a field is refused unless it says what the code
+    does."""
     head_dim = fields.need("head_dim")
     turned = fields.whole("rotary_dim", head_dim)
     rope = read_rope(fields, partial=turned / head_dim)

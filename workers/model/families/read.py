@@ -75,7 +75,7 @@ def _check_quantised(fields: Fields) -> None:
             fields.refuse(f"quantization_config ({method}) with {key}={found.get(key)!r}", supported)
 
 
-#: What compressed-tensors must say of its only group of weights.
+#: The values that the config of compressed-tensors must have for its only group of weights.
 _INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
 
 

@@ -100,7 +100,8 @@ def _attention_factor(factor: float, numbers: Fields) -> float:
 
 
 def score_scale(fields: Fields) -> float:
-    """What YaRN makes scores larger by in latent attention, beside what cos and sin carry (DeepSeek-V2's code)."""
+    """The factor by which YaRN enlarges scores in latent attention, beside the factor in cos and sin (DeepSeek-V2's
+    code)."""
     numbers = fields.within("rope_scaling", "rope_parameters")
     if _kind(numbers) != "yarn":  # YaRN's numbers may be left behind although it was turned off
         return 1.0

@@ -244,8 +244,8 @@ FAMILIES: dict[str, Family] = {
 #: The architectures of checkpoints that see, and the family of their text model.
 VISION = {name: family.architecture for family in FAMILIES.values() for name in family.vision}
 
-#: What names of the text model begin with in checkpoints and adapters of models that see (in Kimi-K2.5 its head, too),
-#: and in Nemotron's.
+#: Matches the prefix that the text model's names have in checkpoints and adapters of models that see (in Kimi-K2.5 the
+#: head's name, too), and in Nemotron's.
 _ROOT = re.compile(r"^(model\.language_model|language_model\.model|backbone)\.|^language_model\.(?=lm_head\b)")
 
 

@@ -53,7 +53,7 @@ class Kernels(NamedTuple):
 
 @cache
 def kernels() -> Kernels | None:
-    """fla-core's kernels, None if it is not installed."""
+    """The kernels of fla-core; None if fla-core is not installed."""
     os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
     try:
         from fla.modules.causal_conv1d import causal_conv1d
@@ -83,7 +83,7 @@ def _refusal_here() -> str:
 
 
 def serves(weight: Tensor, key_dim: int) -> bool:
-    """Whether fla-core may compute a recurrence with keys of this width in a layer with this frozen weight."""
+    """True if fla-core may compute a recurrence with keys of this width in a layer with this frozen weight."""
     fits = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16) and key_dim <= MAX_KEY_DIM
     return fits and kernels() is not None
 

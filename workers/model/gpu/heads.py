@@ -56,7 +56,7 @@ class Heads(NamedTuple):
         return dy_TO
 
     def _turned(self) -> list[tuple[int, int, Tensor | None]]:
-        """For queries and for keys: their first column, the number of heads, and their norm."""
+        """For the queries and for the keys: the first column, the number of heads, and the norm that they get."""
         (h, k), dim = self.counts, self.dim
         return [(0, h, self.norms[0]), (h * dim, k, self.norms[1])]
 

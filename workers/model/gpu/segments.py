@@ -105,7 +105,7 @@ class Table:
     long as these."""
 
     def __init__(self, rows: LoraRows, device: torch.device, *, single: bool = False) -> None:
-        #: Whether each row is a group of its own, as in a decode step (single.py).
+        #: True if each row is a group of its own, as in a decode step (single.py).
         self.single = single
         # Not the rows themselves: they are the weak key of this table.
         self._adapters, self._grads, self._device = rows.adapters, rows.grads, device
@@ -162,7 +162,7 @@ class Table:
         return found
 
     def all_have(self, name: str) -> bool:
-        """Whether every group has this tensor."""
+        """True if the adapter of every group has this tensor."""
         return bool(self._has_NG[self._index[name]].all())
 
     def _classes_of(self, has: Sequence[bool]) -> list[RankClass]:

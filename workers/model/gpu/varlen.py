@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256
 
 
 def takes(q_THD: Tensor) -> bool:
-    """Whether FlashAttention can compute attention for these queries [T, H, D]."""
+    """True if FlashAttention can compute attention for these queries [T, H, D]."""
     head_dim = q_THD.shape[2]
     fits = head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
     return q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16) and fits

@@ -104,12 +104,12 @@ def per_expert(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor, *, transposed: 
 
 
 def in_triton(x_PI: Tensor) -> bool:
-    """Whether these rows are on a device and in `replayed`."""
+    """True if these rows are on a GPU, and computed within `replayed`."""
     return _replayed.get() and x_PI.is_cuda
 
 
 def takes(x_PI: Tensor, weight_EIO: Tensor) -> bool:
-    """Whether the device's grouped kernel can compute this product."""
+    """True if the device's grouped kernel can compute this product."""
     widths = (*weight_EIO.shape[1:],)
     aligned = all(width * x_PI.element_size() % ROW_BYTES == 0 for width in widths)
     return x_PI.is_cuda and x_PI.dtype == torch.bfloat16 and aligned and len(x_PI) > 0

@@ -41,7 +41,7 @@ class Site:
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
-        """For each part: the name of its B and its width."""
+        """For each part of the site: the name of the part's B, and the part's width."""
         return tuple(zip(self.b, self.sizes, strict=True))
 
     @classmethod
@@ -73,7 +73,7 @@ class Then(Protocol):
     """A function of a linear's y [T, O], float32, that is the only reader of y."""
 
     def forward(self, y_TO: Tensor) -> tuple[Tensor, ...]:
-        """The results; it may write to y."""
+        """The results, computed from y, which may be written to."""
 
     def backward(self, y_TO: Tensor, *grads: Tensor) -> Tensor:
         """The gradient of y, in the dtype of the weights or in float32."""

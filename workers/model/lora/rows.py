@@ -119,7 +119,7 @@ class LoraRows:
 
     @cached_property
     def singles(self) -> list[LoraRows]:
-        """Each group that has rows, as a LoraRows of its own."""
+        """One LoraRows for each group that has rows."""
         return [
             LoraRows([0, b - a], [self.adapters[g]], [self.grads[g]])
             for g, (a, b) in enumerate(pairwise(self.offsets))

@@ -28,7 +28,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).absolute().parent
-#: Where the build of an image, which sets XDG_CACHE_HOME to it, leaves compiled kernels. Only read otherwise.
+#: The folder in which the build of an image, which sets XDG_CACHE_HOME to it, leaves compiled kernels. Elsewhere it is
+#: only read.
 _AHEAD = _HERE.parents[2] / "compiled" / "weft"
 #: The sources of one library, since they call each other.
 _TOGETHER = tuple(_HERE / name for name in ("kernels.c", "outer.c", "gemm.c", "gate.c", "joined.c"))
@@ -85,7 +86,7 @@ def _seal(file: Path) -> None:
 
 
 def _whole(file: Path) -> bool:
-    """Whether the file is exactly what was compiled: a damaged library may end the process that loads it."""
+    """True if the file is exactly what was compiled: a damaged library may end the process that loads it."""
     try:
         found = file.read_bytes()
     except OSError:
@@ -95,7 +96,7 @@ def _whole(file: Path) -> bool:
 
 
 def _compile(compiler: str, files: Sequence[Path], target: str) -> None:
-    """Compile, with OpenMP where the compiler has it."""
+    """Compile the files into the library `target`, with OpenMP if the compiler has it."""
     command = [compiler, *_FLAGS, f"-I{_HERE}", "-o", target, *map(str, files), "-lm"]
     with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True)
     if with_threads.returncode:

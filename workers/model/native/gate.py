@@ -15,7 +15,7 @@ from workers.model.native.gemm import rows_at
 
 
 def serves(gate_up_PG: Tensor) -> bool:
-    """Whether the kernels take these rows."""
+    """True if the kernels can compute these rows."""
     plain = gate_up_PG.dtype == torch.float32 and gate_up_PG.device.type == "cpu" and gate_up_PG.dim() == 2
     return plain and library() is not None
 

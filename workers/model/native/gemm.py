@@ -22,7 +22,7 @@ from workers.model.native.build import library
 
 
 class Packed:
-    """A weight [O, I], or one for each expert [E, O, I]."""
+    """A weight [O, I], or a weight for each expert [E, O, I], in the order in which the kernels read it."""
 
     def __init__(self, weight: Tensor, native: ctypes.CDLL) -> None:
         self._native, self.version = native, weight._version

@@ -26,7 +26,7 @@ Names = tuple[str, str, str, str, str]
 
 
 def takes_parts(products: object, parts: Parts) -> TypeGuard[NativeProducts | None]:
-    """Whether `linear` can compute that many parts of these adapters."""
+    """True if `linear` can compute that many parts of these adapters."""
     return products is None or (isinstance(products, NativeProducts) and len(parts) <= PARTS)
 
 
@@ -53,7 +53,7 @@ def linear(x_TI: Tensor, panels: Packed, products: NativeProducts | None, a: str
 
 
 def serves(x_TI: Tensor) -> bool:
-    """Whether `heads` and `rms_norm` in C take these rows."""
+    """True if `heads` and `rms_norm` in C can compute these rows."""
     fits = x_TI.dtype == torch.float32 and x_TI.device.type == "cpu" and x_TI.stride(-1) == 1
     return fits and torch.is_inference_mode_enabled() and library() is not None
 
@@ -122,7 +122,7 @@ class _Mixture(ctypes.Structure):
 
 
 def takes(gate: GateConfig) -> bool:
-    """Whether `mixture` computes experts with this activation."""
+    """True if `mixture` can compute experts with this activation."""
     return gate.gated and gate.limit is None
 
 

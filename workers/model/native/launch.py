@@ -182,7 +182,8 @@ class NativeProducts:
             segment.w.add_(torch.mm(u[segment.rows, segment.columns].t(), y[segment.rows]).mul_(segment.scale))
 
     def linear(self, a: str, n: int, parts: Parts) -> tuple[ctypes.Array[Factor], int]:
-        """What `add` multiplies with, the stacked `a` [.., n] first; and the numbers that a row's x A^T takes."""
+        """The matrices that `add` multiplies with, the stacked `a` [.., n] first; and how many numbers a row's x A^T
+        takes."""
         key = (a, torch.get_num_threads())
         found = self.table.linears.get(key)
         if found is None:

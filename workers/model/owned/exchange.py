@@ -47,7 +47,7 @@ NOBODY = -1
 
 
 class OwnerFailed(RuntimeError):
-    """Another process could not compute pairs that this one sent."""
+    """Another process could not compute pairs (of a token and an expert) that this process sent."""
 
 
 class Brought(NamedTuple):
@@ -65,7 +65,7 @@ class Brought(NamedTuple):
         return sorted({index for index, count in zip(self.adapters, counts, strict=True) if count} - {NOBODY})
 
     def trained_ranks(self, counts: list[int]) -> list[int]:
-        """For each group the rank of its adapter; 0 if the group is not trained or has no pairs."""
+        """For each group the rank of the group's adapter; 0 if the group is not trained or has no pairs."""
         groups = zip(self.adapters, self.trained, counts, strict=True)
         return [self.ranks[index] if trained and count and index != NOBODY else 0 for index, trained, count in groups]
 
@@ -172,7 +172,8 @@ class Exchange:
         return step
 
     def _brings(self, rows: LoraRows | None, recomputes: bool) -> tuple[Brought, list[Adapter]]:
-        """What this process tells the others, and its adapters in the order of their numbers."""
+        """The message in which this process tells the others what it brings, and its adapters in the order of their
+        numbers."""
         if rows is None:
             return Brought(recomputes), []
         down_a = next(iter(self._owners.values())).names.down_a

@@ -82,6 +82,6 @@ def empty(config: DecoderConfig, dtype: torch.dtype, device: torch.device, each:
 
 
 def is_of_experts(decoder: Decoder, name: str) -> bool:
-    """Whether the parameter has a row for each expert."""
+    """True if the parameter has a row for each expert."""
     module, _, last = name.rpartition(".")
     return last in _OF_EXPERTS and isinstance(decoder.get_submodule(module), Mixture)

@@ -43,7 +43,7 @@ class Owner:
     def forward(
         self, counts: PerGroup, adapters: AdapterPerGroup, x_QD: Tensor, u_Q: Tensor, expert_Q1: Tensor, width: int
     ) -> tuple[Served, list[Tensor]]:
-        """What the backward needs; and y_QD in the weights' dtype with v = h A^T, float32 [Q, width]."""
+        """Returns what the backward needs, and y_QD in the weights' dtype with v = h A^T, float32 [Q, width]."""
         routing = Routing(expert_Q1, len(self.experts.down_EDF))
         inner = Sorted(routing, self.experts, self.names, self._paired(routing, counts, adapters, None))
         u = u_Q.index_select(0, routing.order) if inner.paired is not None else None

@@ -32,7 +32,7 @@ class Check:
         return self.parameters * ITEM_BYTES[self.dtype]
 
     def lines(self) -> list[str]:
-        """For people: one fact a line, its name first."""
+        """The check's facts for people: one a line, the fact's name first."""
         config, family = self.card.config, FAMILIES[self.card.architecture]
         adapters = [
             f"adapter   rank {rank}: {n:,} parameters, {_size(n * 4)}; {_size(n * TRAINING_BYTES)} in training"

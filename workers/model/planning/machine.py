@@ -11,7 +11,7 @@ from store.cgroups import number_in, own_groups
 
 #: The value where nothing is known (not on Linux).
 UNKNOWN_BYTES = 1 << 62
-#: By the version of cgroups: the files of limit and use, and what stands before the names in memory.stat.
+#: By the version of cgroups: the file of the limit, the file of the use, and the prefix of the names in memory.stat.
 _FILES = {2: ("memory.max", "memory.current", ""), 1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")}
 
 

@@ -49,7 +49,7 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class Device:
-    """What computes: `count` equal devices, on each of which `size_bytes` can be had."""
+    """A place to compute: `count` equal devices, each with `size_bytes` of memory to use."""
 
     name: str
     size_bytes: int
@@ -235,7 +235,7 @@ def _of_owners(models: Sequence[Check], device: Device, wanted: Wanted) -> tuple
 
 
 def _gathered_bytes(model: Check) -> int:
-    """What a device has whole at a time of a base in parts: two layers, the embedding and the head."""
+    """The bytes of a base in parts that a device has whole at a time: two layers, the embedding and the head."""
     config = model.card.config
     ends = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
     return ITEM_BYTES[model.dtype] * (ends + 2 * (model.parameters - ends) // config.num_layers)
@@ -359,8 +359,8 @@ def _bytes_per_token(model: Check) -> int:
 
 
 def _adapters(models: Sequence[Check], wanted: Wanted, room: _Room) -> int:
-    """What each model in each generator has for adapters: where the plan chooses, and that was little, half of what
-    would be left alone, too. One of the planned rank is always let in."""
+    """The bytes that each model in each generator has for adapters. If the plan chooses, and they would be few, half of
+    what is left over is added. An adapter of the planned rank always fits."""
     each = max(1, wanted.generators * len(models))
     largest = max(4 * AdapterShape(model.card.config, wanted.rank).numel for model in models)
     size = sum(part.size_bytes for part in room.parts if part.name == ADAPTERS)

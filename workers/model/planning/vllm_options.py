@@ -19,7 +19,7 @@ from typing import Any, Literal
 Numbers = Literal["same", "others"]
 #: Methods of speculation that need no second model, and were measured.
 GUESSERS = ("ngram",)
-#: What `quantization` may be for weights that are stored in bfloat16: vLLM rounds them as it loads them.
+#: The values of `quantization` for weights that are stored in bfloat16: vLLM rounds the weights as it loads them.
 QUANTIZATIONS = ("fp8_per_tensor", "fp8_per_block")
 #: Connectors that identify keys and values by vLLM's hashes of blocks, which include the organisation's salt and the
 #: adapter.

@@ -133,7 +133,8 @@ def _adapter_bytes(config: DecoderConfig, layout: Layout, rank: int) -> int:
 
 
 def _states(config: DecoderConfig, layout: Layout, slots: int) -> list[Part]:
-    """What recurrent layers keep of each sequence; their heads are sliced."""
+    """The part of a GPU's memory for the states that recurrent layers keep of `slots` sequences; heads are sliced over
+    GPUs."""
     size_bytes = slots * -(-config.state_bytes // layout.tensor)
     return [Part("states of recurrent layers", size_bytes, f"{slots} sequences")] if size_bytes else []
 

@@ -47,7 +47,7 @@ class CustomLosses:
         self._kept: OrderedDict[str, UploadedLoss] = OrderedDict()
 
     def get(self, loss_id: str) -> UploadedLoss:
-        """The loss of this id, read from its blob if it is not kept."""
+        """The loss of this id, read from its blob if it is not in memory."""
         loss = self._kept.pop(loss_id, None)
         loss = loss or UploadedLoss(decode_custom_loss(self._blobs.get(loss_ref(loss_id))))
         self._kept[loss_id] = loss

@@ -60,7 +60,7 @@ def run_custom_loss(
 
 
 def _reason(error: Exception) -> str:
-    """What the user is told of an error of torch's, without torch's own message."""
+    """The text that tells a user of an error that torch raised, without torch's own message."""
     if isinstance(error, IndexError):
         return "an index is out of range"
     if isinstance(error, TypeError):

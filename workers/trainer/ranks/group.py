@@ -36,7 +36,7 @@ FOR_EVER = timedelta(days=365)
 
 
 class Want(IntEnum):
-    """What a rank wants next, in the order in which wishes are granted."""
+    """The kind of step that a rank wants next. If ranks want different kinds, the lowest comes first."""
 
     FORWARD = 1
     TRAIN = 2
@@ -100,7 +100,7 @@ class Group:
         return mine[0]
 
     def exchange(self, own: Any) -> list[Any]:
-        """What each rank brings, by rank."""
+        """Give `own` to all ranks, and return what each has given, by rank."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, own, group=self.control)
         return found

@@ -29,7 +29,7 @@ from workers.trainer.watchdog import Limit
 
 
 class Word(Enum):
-    """What rank 0 tells the other ranks besides passes."""
+    """A command of rank 0 to the other ranks, besides passes."""
 
     BEGIN = "drop what you hold: another server"
     DRAIN = "save what has changed"
@@ -101,7 +101,7 @@ class Leader:
 
     @property
     def residency(self) -> Residency:
-        """Rank 0's residency; those of the others are as large."""
+        """The residency of rank 0; each other rank has one as large."""
         return self._member.trainer.residency
 
     @property

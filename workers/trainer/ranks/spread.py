@@ -49,7 +49,7 @@ def spread(pieces: Sequence[Sequence[Piece]]) -> list[Move]:
 
 
 def _spread(pieces: Sequence[Sequence[Piece]]) -> list[Move]:
-    """Moves of one piece each."""
+    """Decide which pieces go to other ranks: moves of one piece each."""
     loads = [sum(piece.tokens for piece in own) for own in pieces]
     moves: list[Move] = []
     left = [_by_op(own) for own in pieces]

@@ -140,7 +140,7 @@ class HeldRuns:
         self.residency.forget(run_id)
 
     def is_due(self, run: RunState, again: bool) -> bool:
-        """Whether the run's state has to be saved now. `again`: it is being rebuilt after a trainer was lost."""
+        """True if the run's state has to be saved now. `again`: the run is being rebuilt after a trainer was lost."""
         if any(progress.failure is not None for progress in self._begun(run.spec.run_id)):
             return False  # a failed operation is about to end, and leaves nothing to save
         apart_s = max(SAVE_AGAIN_S, self._saved_in_s * len(self.runs) / SAVING_SHARE)

@@ -126,7 +126,7 @@ class RunState:
         return self._here.gradient
 
     def gathers(self, op_id: str) -> bool:
-        """Whether this run holds a gradient of the operation."""
+        """True if this run holds a gradient of the operation."""
         return op_id == self.gathering or op_id in self.apart
 
     def gradient_of(self, op_id: str) -> Adapter:

@@ -99,7 +99,7 @@ def step_many(steps: Sequence[Step]) -> list[dict[str, float] | OptimizerError]:
 
 
 def _result(step: Step, norm: float) -> dict[str, float] | OptimizerError:
-    """The metrics of a step, or the error by which it is refused."""
+    """The metrics of a step, or the error with which the step is refused."""
     if step.answered or norm * clip_scale(norm, step.adam.grad_clip_norm) < MOST_NORM:
         return step_metrics(norm, step.adam.learning_rate, step.step)
     return OptimizerError(

@@ -28,7 +28,7 @@ from weft.wire.binary.arrays import Array
 from weft.wire.inputs import ModelInput
 from weft.wire.sampling import SampledSequence, SampleResponse, SamplingParams
 
-#: Whether an answer that begins with these ids should be ended early.
+#: Returns True if an answer that begins with these ids should be ended early.
 Prune = Callable[[list[int]], bool]
 
 
@@ -45,20 +45,22 @@ FATAL = (BudgetSpent, AuthenticationError, BillingError, PermissionDeniedError)
 
 
 def is_fatal(error: object) -> bool:
-    """Whether every further rollout would meet this error as well. A proxy's refusal is not fatal: it may concern the
+    """True if every further rollout would meet this error as well. A proxy's refusal is not fatal: it may concern the
     words of a single prompt."""
     return isinstance(error, FATAL) and not (isinstance(error, APIStatusError) and error.foreign)
 
 
 @dataclass
 class Policy:
-    """What rollouts are drawn from: a sampler, which a loop replaces as it trains, and how messages are written."""
+    """The source of rollouts: a sampler, which a loop replaces as it trains, and a renderer, which writes messages as
+    tokens."""
 
     sampler: SamplingClient
     renderer: Renderer
     context: int
     max_staleness: int | None = None
-    #: Whether turns record the experts that their tokens were sent to, so that training sends them to the same ones.
+    #: True: turns record the experts that their tokens were sent to, so that training sends the tokens to the same
+    #: experts.
     routing_replay: bool = False
     #: Priority of the policy's samples; None is the client's own.
     priority: Literal["interactive", "batch"] | None = None
@@ -111,7 +113,7 @@ def stops_of(renderer: Renderer, model: ModelLimits) -> list[int] | None:
 
 
 async def _pruned(drawing: SampleFuture, prune: Prune) -> SampleResponse:
-    """What was drawn until `prune` returned true, or the whole sample."""
+    """The sample, ended as soon as `prune` returns True of the tokens so far."""
     ids: list[int] = []
     try:
         async for part in drawing:
@@ -126,7 +128,7 @@ async def _pruned(drawing: SampleFuture, prune: Prune) -> SampleResponse:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said."""
+    """An answer of the policy, and the turn in which it was sampled."""
 
     text: str
     tool_calls: tuple[ToolCall, ...]
@@ -198,7 +200,7 @@ class Chat:
         return self.add({"role": "user", "content": text})
 
     def tool(self, call: ToolCall, result: Any) -> Chat:
-        """What a tool answered."""
+        """Add a tool's answer to the conversation."""
         return self.add({"role": "tool", "name": call.name, "content": str(result)})
 
     def rewrite(self, messages: Sequence[Message]) -> Chat:

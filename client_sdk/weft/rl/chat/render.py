@@ -43,8 +43,9 @@ class Renderer(Protocol):
         *,
         tools: list[Any] | None = None,
     ) -> Any:
-        """What was read and sampled, token for token, then `new_messages` and the start of the next answer; None if
-        the template does not keep what was sampled. A list of ids, or an object with `token_ids`."""
+        """The next turn's prompt: the tokens that were read and sampled, unchanged, then `new_messages` and the start
+        of the next answer; None if the template does not keep what was sampled. A list of ids, or an object with
+        `token_ids`."""
         ...
 
     def parse_response(self, token_ids: list[int], *, tools: list[Any] | None = None) -> Any:
@@ -62,7 +63,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What was sampled, as a message."""
+    """A sampled answer, read as a message."""
 
     content: str
     reasoning_content: str | None = None
@@ -112,7 +113,7 @@ class TemplateRenderer:
 
     @cached_property
     def _begins_thought(self) -> bool:
-        """Whether a prompt ends inside of a thought, so that an answer contains only the thought's end tag."""
+        """True if prompts end inside of a thought, so that an answer contains only the thought's end tag."""
         return self._text([{"role": "user", "content": "?"}], None, True).rstrip().endswith(_THINK)
 
     def _ids(self, text: str) -> list[int]:

@@ -23,7 +23,7 @@ logger = logging.getLogger("weft")
 
 @dataclass(frozen=True)
 class Reward:
-    """What a rollout earned, and other numbers worth a curve."""
+    """The reward that a rollout earned, and other numbers worth a curve."""
 
     value: float
     metrics: Mapping[str, float] = field(default_factory=dict)

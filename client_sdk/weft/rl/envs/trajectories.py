@@ -1,4 +1,5 @@
-"""Agents as they are: what any program has sampled through the OpenAI or vLLM door becomes a rollout to train on."""
+"""Agents as they are: what any program has sampled through the OpenAI- or vLLM-compatible routes becomes a rollout to
+train on."""
 
 from __future__ import annotations
 

@@ -104,13 +104,13 @@ def _client(chat: Chat) -> Any:
             return reply
 
         async def raise_from_native_response(self, response: Any) -> None:
-            """Nothing to raise: failed samples raise by themselves."""
+            """Does nothing: failed samples raise by themselves."""
 
         async def from_native_response(self, reply: Reply) -> Any:
             return _response(types, reply)
 
         async def close(self) -> None:
-            """Nothing is open."""
+            """Does nothing: this client keeps nothing open."""
 
     return ChatClient()
 

@@ -14,7 +14,7 @@ from weft.rl.signal.advantages import Advantage
 from weft.rl.signal.lengths import Penalty, Size
 from weft.wire.inputs import Datum
 
-#: What a loss's sum is divided by, over all data of the batch: their drawn tokens, their number, or nothing.
+#: The divisor of a loss's sum over the batch: the number of drawn tokens, the number of data, or none.
 Reduce = Literal["tokens", "rollouts", "sum"]
 #: The largest number of float32, in which data hold advantages.
 MOST = float(np.finfo(np.float32).max)
@@ -36,7 +36,8 @@ class Batch:
 
     @property
     def lags(self) -> list[int]:
-        """For each group that has tokens: how many steps its oldest token is behind, as the server reported it."""
+        """For each group that has tokens: by how many steps the group's oldest token is behind, as the server reported
+        that token's version."""
         now = self.base + self.version
         return [now - oldest for group in self.groups if (oldest := group.oldest) is not None]
 

@@ -163,7 +163,7 @@ def tell_resumed(checkpoint: Checkpoints | None, path: str, step: int, steps: in
 
 
 def advantage_state(advantage: Callable[..., Any]) -> Mapping[str, Any] | None:
-    """The state of an advantage that has one (`RunningBaseline`)."""
+    """The state of an advantage that keeps one from step to step (`RunningBaseline`); None for others."""
     return advantage.state_dict() if isinstance(advantage, _Remembers) else None
 
 

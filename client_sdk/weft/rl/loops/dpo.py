@@ -31,7 +31,7 @@ from weft.wire.inputs import Datum, ModelInput
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt as data of cross entropy."""
+    """Two answers to one prompt, the chosen and the rejected one, each as a datum for cross entropy."""
 
     chosen: Datum
     rejected: Datum
@@ -134,7 +134,8 @@ class _Scorer:
         self._sampler = sampler
 
     def scores(self, data: Sequence[Datum]) -> list[tuple[float, float]]:
-        """For data in pairs: the sum of the logprobs over the weighted tokens of each."""
+        """For data that come in pairs (chosen, rejected, chosen, ...): each pair's two sums of logprobs over the
+        weighted tokens."""
 
         async def all_of() -> list[float]:
             return list(await asyncio.gather(*(self._one(datum) for datum in data)))

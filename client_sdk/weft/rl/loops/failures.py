@@ -13,7 +13,7 @@ logger = logging.getLogger("weft")
 
 
 class RolloutsFailedError(WeftError):
-    """Every rollout fails: the cause is the last one's error."""
+    """Every rollout fails. The exception's cause is the error of the last rollout."""
 
 
 class Failures:

@@ -37,7 +37,7 @@ def tell(sinks: Sequence[Sink], step: int, of: int, metrics: Mapping[str, float]
 
 
 def close(sinks: Sequence[Sink]) -> None:
-    """Close all of them."""
+    """Close all sinks. A sink's failure is logged, and the others are closed."""
     for sink in sinks:
         try:
             sink.close()

@@ -266,7 +266,7 @@ class Loop:
         return {name: env.advantage for name, env in named.items() if env.advantage is not None}
 
     def _numbers(self) -> dict[str, float]:
-        """Further numbers of the step; subclasses add theirs."""
+        """Further metrics of the step: none here, for subclasses to add."""
         return {}
 
     def _price(self, data: Sequence[Datum], handle: LossHandle | None) -> int:

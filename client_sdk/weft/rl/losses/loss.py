@@ -28,9 +28,9 @@ from weft.wire.training import ForwardBackwardOutput
 PULLS = {"dro": "beta", "stable_reinforce": "kl_coeff"}
 
 
-#: What a traced loss tells of its tokens, as sums over so many of them.
+#: The metrics in which a traced loss reports sums over its tokens, and the metric with the number of these tokens.
 _OF_TOKENS, _TOKENS = ("custom/mismatch_kl:sum", "custom/masked:sum"), "custom/tokens:sum"
-#: What `Loss.datum` has of every rollout.
+#: The inputs that `Loss.datum` has from every rollout.
 OF_ROLLOUTS = frozenset({"target_tokens", "logprobs", "advantages", "mask", "q", "weights", *OF_THE_FORWARD})
 
 
@@ -75,7 +75,7 @@ class Loss:
         return ("logprobs", "advantages", "weights") if self.name in PULLS else ("logprobs", "advantages")
 
     def made(self, run: TrainingClient) -> APIFuture[LossHandle] | None:
-        """The loss as the server of `run` knows it; None for its own."""
+        """The loss, made known to the server of `run`; None for a loss that the server has by itself."""
         if self.fn is None:
             return None
         return run.create_custom_loss(self.fn, {"logprobs": 1, **dict.fromkeys(self.reads, 1)})

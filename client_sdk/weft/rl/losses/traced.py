@@ -109,7 +109,7 @@ def _kept_ratio(log: Tensor, drop: Tensor) -> Tensor:
 
 
 def _dropped(lp: Tensor, q: Tensor, old: Tensor, a: Tensor, m: Tensor, drop: Tensor, clip: tuple[float, float]) -> Any:
-    """-k min(r A, clamp(r) A), and 0 where it is dropped."""
+    """The loss -k min(r A, clamp(r) A), and 0 at tokens that `drop` names."""
     gain = _clip((1 - drop) * (lp - old), a, *clip, (1 - drop) * (old - q))
     return _result(-(1 - drop) * gain, lp, q, m, drop)
 

@@ -207,7 +207,7 @@ class LocalSandbox:
 
 
 class _Watch:
-    """Ends a command before its time, and notes the limit."""
+    """Ends a command that exceeds a limit, and notes which limit that was."""
 
     def __init__(self, process: Process, memory_bytes: int) -> None:
         self._process, self._memory_bytes = process, memory_bytes

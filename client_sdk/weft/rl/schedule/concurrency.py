@@ -47,7 +47,7 @@ class Concurrency:
             self._limit = min(float(self.most), max(self._limit * GROW, self._limit + 1))
 
     def refused(self) -> None:
-        """The server said that it is too much."""
+        """Halve the limit: the server said that there are too many requests."""
         self._move(HALVE)
 
     def _move(self, factor: float) -> None:

@@ -60,7 +60,7 @@ class Pacer:
 
     @property
     def most(self) -> int:
-        """Groups that are started for one batch."""
+        """The number of groups that are started for one batch."""
         return math.ceil(self.batch * (self.schedule.oversample if isinstance(self.schedule, Sync) else 1))
 
     @property
@@ -79,13 +79,13 @@ class Pacer:
         return max(0, self.capacity - self.flying - self.ready - len(self._training))
 
     def start(self) -> int:
-        """A group starts with the present version; its number."""
+        """Start a group with the present version, and return the group's number."""
         self._numbers += 1
         self._flying[self._numbers] = _Flying(self.version)
         return self._numbers
 
     def progress(self, group: int, tokens: int) -> None:
-        """So many tokens of a group under way have been drawn."""
+        """Note how many tokens of a group under way have been drawn so far."""
         if group in self._flying:
             self._flying[group].tokens = tokens
 
@@ -110,7 +110,7 @@ class Pacer:
         return gone
 
     def full(self) -> bool:
-        """Whether a batch is ready."""
+        """True if a batch is ready."""
         if not isinstance(self.schedule, Partial):
             return self.ready >= self.batch
         tokens = sum(ready.tokens for ready in self._ready)
@@ -135,7 +135,7 @@ class Pacer:
         self.version += moved
 
     def state_dict(self) -> dict[str, Any]:
-        """What outlives the process: not the groups, which die with it."""
+        """The state that outlives the process: no groups, which die with the process."""
         return {"version": self.version, "numbers": self._numbers, "late": self.late_groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

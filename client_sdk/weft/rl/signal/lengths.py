@@ -10,7 +10,7 @@ from weft.rl import checks
 
 @dataclass(frozen=True)
 class Size:
-    """Tokens drawn, tokens read, turns of one rollout."""
+    """The size of one rollout: tokens drawn, tokens read, and turns."""
 
     drawn: int
     read: int = 0
@@ -65,7 +65,7 @@ def short_and_right(by: Callable[[Size], float] = lambda size: size.drawn) -> Pe
 
 
 def overlong(limit: int, tail: int) -> Penalty:
-    """Nothing up to limit - tail drawn tokens, then falling to -1 at the limit (DAPO, arXiv 2503.14476)."""
+    """A penalty of 0 up to limit - tail drawn tokens, which then falls to -1 at the limit (DAPO, arXiv 2503.14476)."""
     if not 0 < tail <= limit:
         raise ValueError(f"tail must be within 1 and the limit of {limit}, got {tail}")
 

@@ -19,7 +19,8 @@ class ModelLimits(Response):
     context_length: int
     #: The tokens that end a sample whose request says nothing about `stop`.
     eos_token_ids: list[int] | None = None
-    #: What `routed_experts` [T, mixture layers, choices] are made of; 0 experts: a model that has none.
+    #: The number of experts, and the last two sizes of `routed_experts` [T, mixture layers, choices]. 0: a model
+    #: without experts.
     num_experts: int | None = None
     mixture_layers: int | None = None
     experts_per_token: int | None = None
@@ -31,9 +32,9 @@ class LossLimits(Response):
     required: list[str]
     optional: list[str] = Field(default_factory=list)
     config: dict[str, float | str | None] = Field(default_factory=dict)
-    #: Whether `target_tokens` may be [T, K].
+    #: True if `target_tokens` may be [T, K].
     multi_target: bool = False
-    #: Whether data may have inputs other than these.
+    #: True if data may have inputs other than the required and optional ones.
     other_inputs: bool = False
     #: Required inputs that a datum may lack where its provenance spans say what was recorded when it was sampled.
     recorded: list[str] = Field(default_factory=list)

@@ -27,7 +27,7 @@ MAX_EXPANDED_CELLS = 2**26
 #: No tensor of the protocol has more dimensions than [tokens, targets]; one more is kept for outputs.
 MAX_DIMENSIONS = 3
 
-#: What the bytes hold; bfloat16 arrives as 16-bit words.
+#: The type of the numbers in the bytes, by the wire's dtype; bfloat16 arrives as 16-bit words.
 _STORED: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: FLOAT32,
     pb.DTYPE_INT64: INT64,

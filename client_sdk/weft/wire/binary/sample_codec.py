@@ -19,7 +19,7 @@ __all__ = ["PolicySpan", "SampleUsage", "StopReason", "TopkLogprobs"]
 
 StopReason = Literal["length", "stop"]
 
-#: What an empty cell of a top-k table holds, as a token and as its logprob.
+#: The token and the logprob in empty cells of a top-k table.
 EMPTY_TOKEN, EMPTY_LOGPROB = 0, -99999.0
 
 _REASONS: dict[int, StopReason] = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
@@ -71,8 +71,8 @@ class SequenceResult:
 
 @dataclass(frozen=True)
 class SampleUsage:
-    """What a request is billed, in tokens of each kind of a price list: of its prompts computed (`prefill`) and found
-    in memory (`cached_prefill`), and drawn (`sample`)."""
+    """The tokens that a request is billed, by the kinds of a price list: prompt tokens that were computed (`prefill`)
+    or found in memory (`cached_prefill`), and drawn tokens (`sample`)."""
 
     prefill: int = 0
     cached_prefill: int = 0

@@ -37,7 +37,8 @@ _ANY = LossLimits(required=[], multi_target=True, other_inputs=True)
 
 @dataclass(frozen=True)
 class Reads:
-    """What the custom loss `name` reads of every datum: (input, rank); `logprobs` are shaped as the targets."""
+    """The inputs that the custom loss `name` reads from every datum, as (input, rank); `logprobs` are shaped as the
+    targets."""
 
     name: str
     inputs: tuple[tuple[str, int], ...]
@@ -45,8 +46,8 @@ class Reads:
 
 @dataclass(frozen=True)
 class BatchRules:
-    """What a batch is held against. Without a `model`, nothing is checked against its vocabulary, context and experts;
-    `reads` are the inputs of the batch's custom loss, if known."""
+    """The rules that a batch is checked against. Without a `model`, nothing is checked against its vocabulary, context
+    and experts; `reads` are the inputs of the batch's custom loss, if known."""
 
     losses: Mapping[str, LossLimits]
     model: ModelLimits | None = None
@@ -130,7 +131,8 @@ def config_problems(loss_fn: str, loss: LossLimits, config: Mapping[str, float |
 
 
 def _bounds(value: Any) -> bool:
-    """Whether the value is a number that a setting may have; its type has not been checked yet."""
+    """True if the value is a number that a setting may have: finite and not negative. Its type has not been checked
+    yet."""
     return not isinstance(value, str) and hasattr(value, "__float__") and 0 <= float(value) < math.inf
 
 

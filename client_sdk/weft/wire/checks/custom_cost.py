@@ -368,7 +368,7 @@ def decoded(arg: Any, values: Mapping[str, Any], symbols: Mapping[str, Any]) -> 
 
 
 def is_computed(value: Any) -> bool:
-    """Whether a planned value has to be computed: it is a tensor, depends on the data, or is torch's to give."""
+    """True if a planned value has to be computed: it is a tensor, depends on the data, or is given by torch."""
     if isinstance(value, tuple | list):
         return any(map(is_computed, value))
     return isinstance(value, Shape | Unknown | Dtype | Device)

@@ -169,7 +169,7 @@ floats 8: input:x p:n? dim:i? eps:n?: normalize
 pad 2: input:x pad:S mode:s? value:n?: pad
 """
 
-#: What torch.fx calls some functions of torch.nn.functional, torch.special and torch.linalg.
+#: The names that torch.fx has for some functions of torch.nn.functional, torch.special and torch.linalg.
 _BUILT_IN = """
 floats 4: input:x: _nn.log_sigmoid _special.special_expm1 _special.special_log1p _special.special_expit
 floats 4: input:x beta:n? threshold:n?: _nn.softplus
@@ -227,7 +227,8 @@ FUNCTIONS: Mapping[str, tuple[Form, ...]] = {
 }
 METHODS: Mapping[str, tuple[Form, ...]] = _forms(_SHARED + _METHODS.lstrip())
 
-#: What `getattr` may read of a tensor, and, the last two, of the result of a reduction along a dimension.
+#: The attributes that `getattr` may read from a tensor; the last two (values, indices) are those of the result of a
+#: reduction along a dimension.
 ATTRIBUTES = frozenset(["shape", "ndim", "dtype", "device", "T", "mT", "values", "indices"])
 
 #: The dtypes that a loss may name, and what indexing takes them for: b a mask, i integers, f floating point.

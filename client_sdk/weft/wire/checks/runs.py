@@ -66,7 +66,7 @@ def step_not_taken(kind: str, why: str) -> str:
 
 
 def is_not_taken(told: str) -> bool:
-    """Whether a step failed because it was not taken (`step_not_taken`)."""
+    """True if the error of a step says that the step was not taken (`step_not_taken`)."""
     return told.startswith(_NOT_TAKEN)
 
 
