@@ -17,16 +17,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from api.http.pace import Turns
 from api.server.transports import left
 from api.state.addresses import holder
 from api.state.polls import most_connections
 from store.settings import FrontSettings
-
-if TYPE_CHECKING:
-    from api.server.connections import Connection
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +32,26 @@ log = logging.getLogger(__name__)
 BODY_BYTES_PER_S = 64 * 1024
 #: How many reads are parsed in one turn of the event loop. One may hold MAX_PIPELINED requests, which take 0.3 ms.
 READS_EACH_TURN = 32
+
+
+class Limited(Protocol):
+    """A connection, as far as a gate looks at it (`api.server.connections.Connection`)."""
+
+    transport: Any
+    flow: Any
+    address: str
+    timeout_keep_alive: int
+    headers_since: float | None
+    body_since: float | None
+    unread_since: float | None
+    idle_since: float | None
+    body_bytes: int
+    unread_s: float
+
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def unread(self) -> bool: ...
 
 
 class Gate:
@@ -46,7 +63,7 @@ class Gate:
         self._most = most_connections(settings)
         self.clock = clock
         self._open: Counter[str] = Counter()
-        self._silent: dict[Connection, None] = {}  # idle connections, the longest idle first
+        self._silent: dict[Limited, None] = {}  # idle connections, the longest idle first
         self._swept = clock()
         self.reads = Turns(READS_EACH_TURN)
         self.refused: Counter[int] = Counter()  # refused connections, by status
@@ -73,12 +90,12 @@ class Gate:
         if self._open[whose] <= 0:
             del self._open[whose]
 
-    def waits(self, connection: Connection) -> None:
+    def waits(self, connection: Limited) -> None:
         """The connection waits for a request from now on."""
         self.asked(connection)
         self._silent[connection] = None
 
-    def asked(self, connection: Connection) -> None:
+    def asked(self, connection: Limited) -> None:
         self._silent.pop(connection, None)
 
     def _make_room(self) -> bool:
@@ -88,7 +105,7 @@ class Gate:
             return True
         return False
 
-    def late(self, connection: Connection, now: float) -> str | None:
+    def late(self, connection: Limited, now: float) -> str | None:
         """What the client of the connection is late with (headers, a body, reading an answer); None if it is not
         late."""
         settings = self._settings
@@ -104,7 +121,7 @@ class Gate:
             return "answer to be read"
         return None
 
-    def sweep(self, connections: Iterable[Connection]) -> None:
+    def sweep(self, connections: Iterable[Limited]) -> None:
         """Close late connections, and those whose client has left. While the server itself pauses reading, a body is
         not late."""
         now = self.clock()
