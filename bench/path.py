@@ -88,14 +88,14 @@ def light_clients(runs: list[Run], url: str, server: int, seconds: float) -> dic
         taken_ms, cpu_ms, runs = measure(url, server, seconds / ROUNDS, runs)
         together.append((taken_ms, cpu_ms))
     alone_ms, alone_cpu_ms = min(alone, key=lambda found: percentile(found[0], 0.5))
-    most_ms, most_cpu_ms = max(together, key=lambda found: len(found[0]))
+    rates = [len(taken_ms) * ROUNDS / seconds for taken_ms, _ in together]
     return {
         "optim_step_p50_ms": percentile(alone_ms, 0.5),
         "optim_step_p95_ms": percentile(alone_ms, 0.95),
         "optim_step_cpu_ms": alone_cpu_ms,
-        "operations_per_s_16_clients": len(most_ms) * ROUNDS / seconds,
-        "operations_per_s_of_rounds": [round(len(found) * ROUNDS / seconds) for found, _ in together],
-        "cpu_ms_16_clients": most_cpu_ms,
+        "operations_per_s_16_clients": max(rates),
+        "operations_per_s_of_rounds": [round(rate) for rate in rates],
+        "cpu_ms_16_clients": together[rates.index(max(rates))][1],
     }
 
 

@@ -26,7 +26,8 @@ from store.people.organisations import NoSuch
 from store.settings import PaymentsSettings, SettingsError
 
 _NUSD = Decimal(10**9)
-_MOST_NUSD = 4 * 10**18
+_MOST_USD = 4 * 10**9
+_MOST_NUSD = _MOST_USD * 10**9
 
 
 def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
@@ -37,8 +38,7 @@ def _amount(_ctx: click.Context, _param: click.Parameter, value: str | None) -> 
         raise click.BadParameter(f"{value[:80]!r} is not an amount of dollars, such as 12.50")
     amount = Decimal(value) * _NUSD
     if not 0 <= amount <= _MOST_NUSD or amount != int(amount):
-        most = _MOST_NUSD // 10**9
-        raise click.BadParameter(f"{value[:80]!r}: must be 0 to {most:,} dollars, with nine decimals at most")
+        raise click.BadParameter(f"{value[:80]!r}: must be 0 to {_MOST_USD:,} dollars, with nine decimals at most")
     return int(amount)
 
 
@@ -46,8 +46,9 @@ def _refuse_beyond(session: Session, org_id: str, amount_nusd: int) -> None:
     """Refuse a movement after which the balance could not be stored."""
     balance_nusd = wallet_of(session, org_id).balance_nusd + amount_nusd
     if abs(balance_nusd) > _MOST_NUSD:
-        most = _MOST_NUSD // 10**9
-        raise click.BadParameter(f"the balance would be {usd(balance_nusd)}: it may be -{most:,} to {most:,} dollars")
+        raise click.BadParameter(
+            f"the balance would be {usd(balance_nusd)}: it may be -{_MOST_USD:,} to {_MOST_USD:,} dollars"
+        )
 
 
 def _note(session: Session, org_id: str, event: str, target: str, **detail: object) -> None:

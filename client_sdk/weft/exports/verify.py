@@ -85,9 +85,9 @@ def ask_the_hub(base: str) -> None:
 
 def loaded_logprobs(folder: Path, base: str, tokens: list[int]) -> list[float]:
     """The log-probability of each token but the first, with base model and adapter in float32."""
-    if base.startswith((".", "/", "~")) and not Path(base).is_dir():  # transformers takes it for a name on the Hub
-        raise CannotTry(f"there is no folder {base}: --base is the base model's folder, or its name on the Hub")
     if not Path(base).is_dir():
+        if base.startswith((".", "/", "~")):  # transformers takes it for a name on the Hub
+            raise CannotTry(f"there is no folder {base}: --base is the base model's folder, or its name on the Hub")
         ask_the_hub(base)  # before its client is imported, which reads the environment then
 
     import torch

@@ -55,18 +55,19 @@ class Checkpoints:
         """Save the run after `step` steps; returns the checkpoint's path. `began` is the checkpoint that this life
         resumed from. Raises WeftError if another loop has saved as many steps under this name: which of the two the
         next life resumes would be chance, and the spending of the other would be lost."""
-        rest, run_id = run.create_rest_client(), (await run.get_info_async()).model_id
+        rest = run.create_rest_client()
         found = await self.newest(rest)
-        ahead = found is not None and found[0] != began and found[1]["step"] >= step
-        if found is not None and ahead and await _goes_on(rest, found[0], run_id):
-            # nothing else records this spending: no run is billed for it
-            if _most(found[1]["elsewhere"], state) != found[1]["elsewhere"]:
-                await self._put(run, step, {**state, "step": _REFUSED})
-            raise WeftError(
-                f"another loop saves under {self.name!r}: {found[0]} is of step {found[1]['step']}, this loop came to"
-                f" step {step}. One name is for one loop at a time: start this one under another, or again once that"
-                f" one has ended, to go on from there. What it has trained is in {run_id}"
-            )
+        if found is not None and found[0] != began and found[1]["step"] >= step:
+            run_id = (await run.get_info_async()).model_id
+            if await _goes_on(rest, found[0], run_id):
+                # nothing else records this spending: no run is billed for it
+                if _most(found[1]["elsewhere"], state) != found[1]["elsewhere"]:
+                    await self._put(run, step, {**state, "step": _REFUSED})
+                raise WeftError(
+                    f"another loop saves under {self.name!r}: {found[0]} is of step {found[1]['step']}, this loop came"
+                    f" to step {step}. One name is for one loop at a time: start this one under another, or again once"
+                    f" that one has ended, to go on from there. What it has trained is in {run_id}"
+                )
         if found is not None:
             runs = _together(state.get("runs", []), found[1]["runs"])
             state = {**state, "runs": runs, "elsewhere": _most(found[1]["elsewhere"], state)}
