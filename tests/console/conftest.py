@@ -19,7 +19,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 from starlette.testclient import TestClient
 
 from api.server.app import front
@@ -191,6 +191,14 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+#: What htmx logs as errors where one request takes another's place (`hx-sync`), or a page is left: the fault of nobody.
+TAKEN_BACK = ("htmx:afterRequest, ", "htmx:sendAbort, ")
+
+
+def complains(message: ConsoleMessage) -> bool:
+    return message.type in ("error", "warning") and not message.text.startswith(TAKEN_BACK)
+
+
 def watched(browser: Browser, **options: Any) -> BrowserContext:
     context = browser.new_context(reduced_motion="reduce", **options)
     context.set_default_timeout(PATIENCE_MS)
@@ -224,7 +232,7 @@ def open_page(browser: Browser, site: Console, owners: BrowserContext) -> Iterat
                 context.add_cookies([site.cookie(role)])  # type: ignore[list-item]
         page = context.new_page()
         if not refusals:  # a browser complains of every 4xx
-            page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+            page.on("console", lambda m: wrong.append(m.text) if complains(m) else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         pages.append(page)
         if role is not None:

@@ -195,6 +195,16 @@ def test_search_by_keyboard(console: Console, open_page: Open) -> None:
     expect(page.locator("#found")).to_have_text(re.compile("Nothing is called “<b>nobody</b>”"))
 
 
+def test_a_search_takes_the_place_of_a_slower_one(console: Console, open_page: Open) -> None:
+    page = open_page("/billing")
+    page.route(re.compile(r"/search\?q=$"), lambda route: None)  # never answered
+    with page.expect_request("**/console/search?q="):
+        page.keyboard.press("Control+k")
+    with page.expect_event("requestfailed"):
+        page.keyboard.type("GRPO")
+    expect(page.locator(".hit")).to_have_count(6)
+
+
 def test_runs_are_chosen_and_compared(console: Console, open_page: Open) -> None:
     page = open_page("/runs")
     button = page.get_by_role("button", name="Compare", exact=True)
