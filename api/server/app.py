@@ -25,7 +25,7 @@ from api.routes.openai import chat, generate, listing, responses
 from api.routes.paying import billing, money, payments
 from api.routes.people import audit, invitations, keys, limits, members, projects
 from api.routes.runs import health, listing as rest, metrics, notes, sessions, trace
-from api.routes.server import probes, sdk, service, weft
+from api.routes.server import hub, probes, sdk, service, tokenizers, weft
 from api.routes.stored import checkpoints, copies, downloads, weights
 from api.server import reference
 from api.server.housekeeping import keep_house
@@ -200,6 +200,8 @@ def front(lifespan: Lifespan | None = None) -> FastAPI:
         copies,
         downloads,
         weft,
+        tokenizers,
+        hub,
         money,
         metrics,
         notes,

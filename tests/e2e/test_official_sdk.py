@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tinker import types
 
-from tests.e2e.conftest import BASE_MODEL
+from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, assert_as_in_other_company, prompt, supervised
 
 pytestmark = pytest.mark.server
@@ -63,6 +67,38 @@ def test_sampler_and_trainer_agree(official: Official) -> None:
     scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
     assert scored[0] is None
     np.testing.assert_allclose(np.array(scored[1:], dtype=float), trained, atol=1e-4)
+
+
+#: In a process of its own, since the hub's client reads its address when it is imported.
+LOOKS_IT_UP = """
+import sys
+import tinker
+from huggingface_hub import HfApi, snapshot_download
+
+model = sys.argv[1]
+service = tinker.ServiceClient()
+run = service.create_lora_training_client(model, rank=4)
+tokenizer = run.get_tokenizer()
+assert tokenizer.decode(tokenizer.encode("3 + 5 = 8")) == "3 + 5 = 8"
+assert service.create_sampling_client(base_model=model).get_tokenizer().get_vocab() == tokenizer.get_vocab()
+assert HfApi().model_info(model).sha in snapshot_download(model)
+"""
+
+
+def test_its_get_tokenizer_asks_the_hub_which_the_server_is(weftd: Weftd, tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": weftd.url,
+        "TINKER_API_KEY": weftd.key(),
+        "HF_ENDPOINT": f"{weftd.url}/hub",
+        "HF_TOKEN": weftd.key(),
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "0",
+    }
+    subprocess.run([sys.executable, "-c", LOOKS_IT_UP, BASE_MODEL], env=environment, check=True)
+    names = {file.name for file in (tmp_path / "hub").rglob("snapshots/*/*")}
+    assert {"tokenizer.json", "config.json"} <= names
+    assert not any("safetensors" in name for name in names)
 
 
 def test_eight_clients_in_parallel_each_end_as_if_alone(official: Official) -> None:

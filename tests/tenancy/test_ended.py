@@ -143,7 +143,7 @@ def by_key(world: World, held: Held, headers: dict[str, str]) -> dict[str, tuple
     for route in ROUTES:
         if route.access is not None and not route.access.public:
             reply = asked(world, held, str(route), headers)
-            said = reply.json()
+            said = reply.json() if reply.content else {"code": found[f"GET {route.path}"][1]}  # HEAD
             found[str(route)] = (reply.status_code, said.get("code") or said["error"]["code"])
     assert len(found) > 80
     return found

@@ -1,0 +1,93 @@
+"""The tokenizers of base models as the Hugging Face hub gives them, for programs that look for them there: Tinker's own
+SDK, transformers, `hf download`. With HF_ENDPOINT=https://SERVER/hub, and an API key as HF_TOKEN, they ask this server.
+
+Of the hub's protocol, what `huggingface_hub` needs to find a model, list its files and load them. A model has one
+revision, `main`, named by the hash of its files. Nothing is looked up on the hub itself.
+
+Source: https://huggingface.co/docs/hub/api, and the requests of huggingface_hub 2.4.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import FileResponse, JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from api.errors import NotFound, quote
+from api.http.access import declare
+from api.http.auth import PrincipalDep
+from api.routes.server.tokenizers import by_path, tokenizer_files
+from api.routes.server.weft import card_of
+from api.state.service import ServiceDep
+
+router = APIRouter(prefix="/hub")
+
+MAIN = "main"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What the hub would hold of a model. `files`: SHA-256 by path."""
+
+    name: str
+    folder: Path
+    files: dict[str, str]
+
+    @property
+    def sha(self) -> str:
+        """40 hex digits, as the hub's revisions have."""
+        return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:40]
+
+    def missing(self, what: str, code: str) -> NotFound:
+        return NotFound(f"no {what} of the tokenizer of model {quote(self.name)}", headers={"x-error-code": code})
+
+
+async def repository(name: str, service: ServiceDep, who: PrincipalDep, revision: str = MAIN) -> Repository:
+    try:
+        folder = card_of(service, name).path
+    except NotFound as error:
+        raise NotFound(error.detail, headers={"x-error-code": "RepoNotFound"}) from None
+    found = Repository(name, folder, by_path(await run_in_threadpool(tokenizer_files, folder)))
+    if revision not in (MAIN, found.sha):
+        raise found.missing(f"revision {quote(revision)}, only {MAIN},", "RevisionNotFound")
+    return found
+
+
+RepositoryDep = Annotated[Repository, Depends(repository)]
+
+
+@router.get("/api/models/{name:path}/tree/{revision}", **declare(scope="any", limit="call"))
+@router.get("/api/models/{name:path}/tree/{revision}/{folder:path}", **declare(scope="any", limit="call"))
+async def tree(found: RepositoryDep, folder: str = "", recursive: bool = False) -> JSONResponse:
+    """The tokenizer files of a base model in a folder; `recursive`: and in those within it."""
+    inside = {file: sha256 for file, sha256 in found.files.items() if folder in ("", file.rpartition("/")[0])}
+    if not inside:
+        raise found.missing(f"folder {quote(folder)}", "EntryNotFound")
+    shown = {file: sha256 for file, sha256 in inside.items() if recursive or file.rpartition("/")[0] == folder}
+    sizes = {file: (found.folder / file).stat().st_size for file in shown}
+    return JSONResponse(
+        [{"type": "file", "path": file, "size": sizes[file], "oid": sha256} for file, sha256 in shown.items()]
+    )
+
+
+@router.get("/api/models/{name:path}", **declare(scope="any", limit="call"))  # of the two the one that is tried last
+@router.get("/api/models/{name:path}/revision/{revision}", **declare(scope="any", limit="call"))
+async def model(found: RepositoryDep) -> JSONResponse:
+    """A base model, of which the hub's clients get the tokenizer here."""
+    files = [{"rfilename": file} for file in found.files]
+    return JSONResponse({"id": found.name, "sha": found.sha, "private": True, "siblings": files})
+
+
+@router.head("/{name:path}/resolve/{revision}/{file:path}", **declare(scope="any", limit="call"))
+@router.get("/{name:path}/resolve/{revision}/{file:path}", **declare(scope="any", limit="call"))
+async def file(found: RepositoryDep, file: str) -> FileResponse:
+    """A tokenizer file of a base model."""
+    if file not in found.files:
+        raise found.missing(f"file {quote(file)}", "EntryNotFound")
+    headers = {"x-repo-commit": found.sha, "etag": f'"{found.files[file]}"'}
+    return FileResponse(found.folder / file, headers=headers)
