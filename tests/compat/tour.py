@@ -15,21 +15,19 @@ from typing import Any
 
 from tests.compat.environments import ALL, ROOT, build_all
 from tests.e2e.conftest import Weftd
-from workers.model.tiny import TINY_NAME, TINY_PATH
+from workers.model.tiny import TINY_NAME
 
 RESULTS = Path(__file__).with_name("results.json")
 TOUR_S = 240
 
 
 def tour(python: Path, server: Weftd, folder: Path) -> dict[str, Any]:
-    """The outcome of each call, by its name. Clients find the model's tokenizer in a folder of the model's name."""
-    shadow = folder / TINY_NAME
-    if not shadow.exists():
-        shadow.parent.mkdir(parents=True)
-        shadow.symlink_to(TINY_PATH)
+    """The outcome of each call, by its name."""
     out = folder / "calls.json"
     command = [str(python), "-m", "smoke", "--model", TINY_NAME, "--out", str(out)]
-    done = subprocess.run(command, cwd=folder, env=_environment(server), capture_output=True, text=True, timeout=TOUR_S)
+    done = subprocess.run(
+        command, cwd=folder, env=_environment(server, folder), capture_output=True, text=True, timeout=TOUR_S
+    )
     if not out.exists():
         raise AssertionError(f"the tour did not start: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(out.read_text())
@@ -38,16 +36,20 @@ def tour(python: Path, server: Weftd, folder: Path) -> dict[str, Any]:
     return found
 
 
-def _environment(server: Weftd) -> dict[str, str]:
-    """Environment variables for the tour: nothing is fetched or reported, and nobody's own settings are used."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "PYTHON"))}
+def _environment(server: Weftd, folder: Path) -> dict[str, str]:
+    """Environment variables for the tour: nothing is fetched but from the server, which is the hub of tokenizers too,
+    nothing is reported, and nobody's own settings are used."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "PYTHON", "HF_"))}
+    key = server.key("compat")
     return {
         **kept,
         "TINKER_BASE_URL": server.url,
-        "TINKER_API_KEY": server.key("compat"),
+        "TINKER_API_KEY": key,
         "TINKER_PROJECT_ID": "smoke",
         "TINKER_TELEMETRY": "0",
-        "HF_HUB_OFFLINE": "1",
+        "HF_ENDPOINT": f"{server.url}/hub",
+        "HF_TOKEN": key,
+        "HF_HOME": str(folder / "hub"),
         "PYTHONPATH": str(ROOT / "tests" / "compat"),
     }
 
