@@ -37,6 +37,7 @@ TYPES = {
 #: The parts of `weft.rl` that are shown, by title: packages with their public names, and whole modules.
 PACKAGES = {
     "Loops": "loops",
+    "Supervised": "supervised",
     "Environments": "envs",
     "Chat": "chat",
     "Rollouts": "rollout",

@@ -80,9 +80,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "client_sdk/weft/rl/loops/batch.py": ("--noconftest", "tests/client_sdk/rl/test_batch.py"),
     "client_sdk/weft/rl/loops/checkpoint.py": ("--noconftest", "tests/client_sdk/rl/test_checkpoints.py"),
     "client_sdk/weft/rl/loops/distill.py": ("--noconftest", "tests/client_sdk/rl/test_train.py"),
-    "client_sdk/weft/rl/loops/dpo.py": (
-        *("--noconftest", "tests/client_sdk/rl/test_dpo.py", "tests/client_sdk/rl/test_render.py"),
-    ),
     "client_sdk/weft/rl/loops/evaluate.py": (
         *("--noconftest", "tests/client_sdk/rl/test_evaluate.py", "tests/client_sdk/rl/test_rollouts.py"),
         *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),
@@ -101,10 +98,6 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/client_sdk/rl/test_train.py", "tests/client_sdk/rl/test_refused.py"),
     ),
     "client_sdk/weft/rl/loops/sinks.py": ("--noconftest", "tests/client_sdk/rl/test_sinks.py"),
-    "client_sdk/weft/rl/loops/supervised.py": (
-        *("--noconftest", "tests/client_sdk/rl/test_supervised.py", "tests/client_sdk/rl/test_dpo.py"),
-        *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),
-    ),
     "client_sdk/weft/rl/loops/train.py": (
         *("--noconftest", "tests/client_sdk/rl/test_train.py", "tests/client_sdk/rl/test_checks.py"),
     ),
@@ -114,6 +107,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "client_sdk/weft/rl/losses/traced.py": (
         *("--noconftest", "tests/workers/trainer/test_rl_losses.py", "tests/client_sdk/rl/test_checks.py"),
+    ),
+    "client_sdk/weft/rl/supervised/dpo.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_dpo.py", "tests/client_sdk/rl/test_render.py"),
+    ),
+    "client_sdk/weft/rl/supervised/loop.py": (
+        *("--noconftest", "tests/client_sdk/rl/test_supervised.py", "tests/client_sdk/rl/test_dpo.py"),
+        *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),
     ),
     "scheduler/journal/accepting/acceptance.py": (
         *("tests/scheduler/journal/accepting/test_acceptance.py", "tests/scheduler/journal/test_small_bodies.py"),

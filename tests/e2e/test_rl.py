@@ -22,7 +22,7 @@ import weft
 from weft import rl
 from weft.rl.loops import rollouts
 from weft.rl.loops.limits import model_limits
-from weft.rl.loops.sft import nll
+from weft.rl.supervised.sft import nll
 from weft.types import AdamParams, Datum, ModelInput, SamplingParams
 
 from tests.e2e.conftest import BASE_MODEL, Weftd

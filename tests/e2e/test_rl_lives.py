@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import weft
 from weft import rl
-from weft.rl.loops.dpo import Pair
+from weft.rl.supervised.dpo import Pair
 
 from tests.e2e.conftest import Weftd
 from tests.e2e.test_rl import ONE_TURN, fresh, right, rows, sums

@@ -80,7 +80,7 @@ def test_the_reference_is_made_of_docstrings(site: Path) -> None:
     ):
         assert re.search(rf'id="weft\.[a-z_]+\.{name}"', clients), name
     assert "Losses are sums, never means: gradients add up over calls until" in clients
-    for name in ("loops.train.train", "loops.dpo.dpo", "losses.icepop", "schedule.schedules.Async"):
+    for name in ("loops.train.train", "supervised.dpo.dpo", "losses.icepop", "schedule.schedules.Async"):
         assert f'id="weft.rl.{name}"' in rl, name
     assert "_async" not in re.findall(r'id="weft\.rest_client[^"]*"', clients)[-1]
 

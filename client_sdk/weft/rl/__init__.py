@@ -19,15 +19,12 @@ if TYPE_CHECKING:
     from weft.rl.envs.verifiers import verifiers as verifiers
     from weft.rl.loops.batch import Batch as Batch
     from weft.rl.loops.checkpoint import Checkpoints as Checkpoints
-    from weft.rl.loops.conversations import conversations as conversations
     from weft.rl.loops.distill import distill as distill, distill_async as distill_async
-    from weft.rl.loops.dpo import dpo as dpo, pairs as pairs
     from weft.rl.loops.evaluate import Evaluation as Evaluation, evaluate as evaluate
     from weft.rl.loops.failures import RolloutsFailedError as RolloutsFailedError
     from weft.rl.loops.money import estimate as estimate
     from weft.rl.loops.rate import constant as constant, cosine as cosine, linear as linear
     from weft.rl.loops.rollouts import Groups as Groups, Rollouts as Rollouts
-    from weft.rl.loops.sft import sft as sft
     from weft.rl.loops.sinks import (
         JsonLines as JsonLines,
         Progress as Progress,
@@ -49,6 +46,9 @@ if TYPE_CHECKING:
         rloo as rloo,
     )
     from weft.rl.signal.lengths import Size as Size
+    from weft.rl.supervised.conversations import conversations as conversations
+    from weft.rl.supervised.dpo import dpo as dpo, pairs as pairs
+    from weft.rl.supervised.sft import sft as sft
     from weft.rl.tasks.sources import DifficultyPools as DifficultyPools, Pool as Pool, Shuffled as Shuffled
 
 #: The module below `weft.rl` that each name is loaded from.
@@ -61,15 +61,12 @@ _HOMES = {
     "envs.verifiers": "verifiers",
     "loops.batch": "Batch",
     "loops.checkpoint": "Checkpoints",
-    "loops.conversations": "conversations",
     "loops.distill": "distill distill_async",
-    "loops.dpo": "dpo pairs",
     "loops.evaluate": "Evaluation evaluate",
     "loops.failures": "RolloutsFailedError",
     "loops.money": "estimate",
     "loops.rate": "constant cosine linear",
     "loops.rollouts": "Groups Rollouts",
-    "loops.sft": "sft",
     "loops.sinks": "JsonLines Progress TensorBoard Trackio Wandb",
     "loops.train": "Report train train_async",
     "rollout": "Group Rollout Turn data_of",
@@ -77,6 +74,9 @@ _HOMES = {
     "schedule.schedules": "Async Partial Sync",
     "signal.advantages": "RunningBaseline dr_grpo grpo maxrl reinforce rloo",
     "signal.lengths": "Size",
+    "supervised.conversations": "conversations",
+    "supervised.dpo": "dpo pairs",
+    "supervised.sft": "sft",
     "tasks.sources": "DifficultyPools Pool Shuffled",
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

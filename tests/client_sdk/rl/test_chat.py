@@ -14,8 +14,8 @@ from weft.rl.chat.chat import Chat, ContextFullError, Reply, StaleError, answers
 from weft.rl.chat.purse import BudgetSpent, Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.envs.environment import Reward, function, prompts
-from weft.rl.loops.conversations import conversations
 from weft.rl.rollout import Rollout, data_of, join
+from weft.rl.supervised.conversations import conversations
 
 from tests.client_sdk.rl.kit import Said, policy, tokenizer
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from weft import rl
-from weft.rl.loops.dpo import _sums
+from weft.rl.supervised.dpo import _sums
 from weft.wire.account.limits import PricesResponse
 from weft.wire.inputs import Datum, ModelInput
 from weft.wire.tensor import TensorData

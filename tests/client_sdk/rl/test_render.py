@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 from weft import rl
 from weft.rl.chat.render import TemplateRenderer, _apart
-from weft.rl.loops.dpo import pairs
+from weft.rl.supervised.dpo import pairs
 
 from tests.client_sdk.rl.kit import tokenizer
 

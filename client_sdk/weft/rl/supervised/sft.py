@@ -7,9 +7,9 @@ from typing import Any
 
 from weft.rl import checks
 from weft.rl.chat.purse import Purse
-from weft.rl.loops.conversations import scaled
-from weft.rl.loops.supervised import Recipe, Shown, go
 from weft.rl.loops.train import Report
+from weft.rl.supervised.conversations import scaled
+from weft.rl.supervised.loop import Recipe, Shown, go
 from weft.training_client import TrainingClient
 from weft.wire.inputs import Datum
 
