@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.money import ledger
-from billing.money.alerts import raise_alert
+from billing.money.alerts import raise_alert, resolve_alert
 from billing.payments import customers, invoices
 from billing.payments.client import NUSD_PER_CENT
 from billing.payments.customers import ORG_KEY
@@ -32,9 +32,9 @@ Effect = Callable[[Session, datetime], str]
 #: Metadata that Checkout puts on our payments.
 KIND_KEY, TOPUP = "weft_kind", "topup"
 
-#: States of a dispute that has not taken money yet.
+#: States of a dispute that has not taken money yet; and of one that is over.
 INQUIRIES = ("warning_needs_response", "warning_under_review", "warning_closed", "prevented")
-
+ENDS = ("warning_closed", "prevented", "won", "lost")
 
 CHECKOUTS = ("checkout.session.completed", "checkout.session.async_payment_succeeded")
 REFUNDS = ("refund.created", "refund.updated", "refund.failed")
@@ -64,9 +64,9 @@ def effect_of(client: StripeClient, event: dict[str, Any]) -> Effect:
         case "payment_intent.payment_failed":
             return _declined(client, about["id"])
         case _ if kind in REFUNDS:
-            return _refund(client, about["id"])
+            return _reversal(client, client.v1.refunds.retrieve(about["id"]))
         case _ if kind in DISPUTES:
-            return _dispute(client, about["id"])
+            return _reversal(client, client.v1.disputes.retrieve(about["id"]))
         case _ if kind in invoices.EVENTS:
             invoice = client.v1.invoices.retrieve(about["id"])
             return lambda session, now: invoices.follow(session, invoice, now)
@@ -83,8 +83,25 @@ def organisation_of(session: Session, customer_id: str | None) -> Organisation |
     return session.scalar(select(Organisation).where(Organisation.stripe_customer_id == customer_id))
 
 
-def _owner(session: Session, payment: Any) -> str | None:
+def _payment(client: StripeClient, payment_id: str) -> tuple[Any, Customer | None]:
+    """A payment; and, if it says that it is a top-up, its customer: a restored database may be older than that."""
+    import stripe
+
+    payment = client.v1.payment_intents.retrieve(payment_id)
+    if payment.customer is None or (payment.to_dict().get("metadata") or {}).get(KIND_KEY) != TOPUP:
+        return payment, None
+    try:
+        return payment, client.v1.customers.retrieve(str(payment.customer))
+    except stripe.InvalidRequestError as error:
+        if error.code != "resource_missing":
+            raise
+        return payment, None
+
+
+def _owner(session: Session, payment: Any, customer: Customer | None) -> str | None:
     """The organisation that a payment tops up: a payment of ours, by a customer we know, for that same organisation."""
+    if customer is not None:
+        customers.claim(session, customer)
     found = organisation_of(session, payment.customer)
     metadata = payment.to_dict().get("metadata") or {}
     if found is None or metadata.get(KIND_KEY) != TOPUP or metadata.get(ORG_KEY) != found.id:
@@ -93,25 +110,16 @@ def _owner(session: Session, payment: Any) -> str | None:
     return found.id
 
 
-def _credited(session: Session, payment: Any, reversal: Any) -> str | None:
-    """The organisation that was credited the payment which is now reversed. Payments in other currencies are never
-    credited, and a bank's claim in another currency has no amount here."""
-    dollars = payment is not None and payment.currency == reversal.currency == "usd"
-    return _owner(session, payment) if dollars else None
-
-
 def _topup(client: StripeClient, payment_id: str) -> Effect:
-    payment = client.v1.payment_intents.retrieve(payment_id)
-    customer = _named_customer(client, payment)
+    payment, customer = _payment(client, payment_id)
 
     def credit(session: Session, now: datetime) -> str:
-        if customer is not None:
-            customers.claim(session, customer)
-        org_id = _owner(session, payment)
+        org_id = _owner(session, payment, customer)
         if org_id is None:
             return "ignored: no top-up of an organisation here"
         if payment.status != "succeeded" or payment.currency != "usd":
             return f"ignored: payment is {payment.status} in {payment.currency}"
+        resolve_alert(session, kind="payment_declined", ref=payment.id, now=now)
         entry = ledger.post(
             session,
             org_id=org_id,
@@ -126,25 +134,11 @@ def _topup(client: StripeClient, payment_id: str) -> Effect:
     return credit
 
 
-def _named_customer(client: StripeClient, payment: Any) -> Customer | None:
-    """The customer of a payment that says it is a top-up: a restored database may be older than the customer."""
-    if payment.customer is None or (payment.to_dict().get("metadata") or {}).get(KIND_KEY) != TOPUP:
-        return None
-    import stripe
-
-    try:
-        return client.v1.customers.retrieve(payment.customer)
-    except stripe.InvalidRequestError as error:
-        if error.code != "resource_missing":
-            raise
-        return None
-
-
 def _declined(client: StripeClient, payment_id: str) -> Effect:
-    payment = client.v1.payment_intents.retrieve(payment_id)
+    payment, customer = _payment(client, payment_id)
 
     def tell(session: Session, now: datetime) -> str:
-        org_id = _owner(session, payment)
+        org_id = _owner(session, payment, customer)
         if org_id is None or payment.status == "succeeded":
             return "ignored: no open top-up of an organisation here"
         error = payment.to_dict().get("last_payment_error") or {}
@@ -156,42 +150,40 @@ def _declined(client: StripeClient, payment_id: str) -> Effect:
     return tell
 
 
-def _refund(client: StripeClient, refund_id: str) -> Effect:
-    refund = client.v1.refunds.retrieve(refund_id)
-    payment = client.v1.payment_intents.retrieve(str(refund.payment_intent)) if refund.payment_intent else None
+def _reversal(client: StripeClient, thing: Any) -> Effect:
+    """The effect of a refund or a dispute. Payments in other currencies are never credited, and a bank's claim in
+    another currency has no amount here: those are booked by hand."""
+    payment, customer = _payment(client, str(thing.payment_intent)) if thing.payment_intent else (None, None)
 
     def follow(session: Session, now: datetime) -> str:
-        org_id = _credited(session, payment, refund)
+        dollars = payment is not None and payment.currency == thing.currency == "usd"
+        org_id = _owner(session, payment, customer) if dollars else None
         if org_id is None:
-            return _by_hand(session, "refund", refund.id, payment, now)
-        nusd = refund.amount * NUSD_PER_CENT
-        if refund.status == "succeeded":
-            return _take(session, org_id, "refund", refund.id, nusd)
-        if refund.status in ("failed", "canceled"):
-            return _give_back(session, org_id, "refund", refund.id, nusd)
-        return f"waiting: refund is {refund.status}"
+            return _by_hand(session, thing, payment, now)
+        if thing.object == "dispute":
+            message = f"a payment of {thing.amount / 100:.2f} USD is disputed ({thing.reason})"
+            raise_alert(session, kind="dispute", ref=thing.id, message=message, now=now, org_id=org_id)
+            if thing.status in ENDS:
+                resolve_alert(session, kind="dispute", ref=thing.id, now=now)
+        match _stage(thing):
+            case "waiting":
+                return f"waiting: {thing.object} is {thing.status}"
+            case "taken":
+                return _take(session, org_id, thing.object, thing.id, thing.amount * NUSD_PER_CENT)
+            case "undone":
+                return _give_back(session, org_id, thing.object, thing.id, thing.amount * NUSD_PER_CENT)
 
     return follow
 
 
-def _dispute(client: StripeClient, dispute_id: str) -> Effect:
-    dispute = client.v1.disputes.retrieve(dispute_id)
-    payment = client.v1.payment_intents.retrieve(str(dispute.payment_intent)) if dispute.payment_intent else None
-
-    def follow(session: Session, now: datetime) -> str:
-        org_id = _credited(session, payment, dispute)
-        if org_id is None:
-            return _by_hand(session, "dispute", dispute.id, payment, now)
-        message = f"a payment of {dispute.amount / 100:.2f} USD is disputed ({dispute.reason})"
-        raise_alert(session, kind="dispute", ref=dispute.id, message=message, now=now, org_id=org_id)
-        if dispute.status in INQUIRIES:
-            return f"waiting: {dispute.status}"
-        nusd = dispute.amount * NUSD_PER_CENT
-        if dispute.status == "won":
-            return _give_back(session, org_id, "dispute", dispute.id, nusd)
-        return _take(session, org_id, "dispute", dispute.id, nusd)
-
-    return follow
+def _stage(thing: Any) -> Literal["waiting", "taken", "undone"]:
+    """Whether a refund or a dispute has not moved money yet, has taken it, or has given it back."""
+    if thing.object == "refund":
+        undone = thing.status in ("failed", "canceled")
+        return "undone" if undone else "taken" if thing.status == "succeeded" else "waiting"
+    if thing.status in INQUIRIES:
+        return "waiting"
+    return "undone" if thing.status == "won" else "taken"
 
 
 #: Ledger types and memos for taking money back and for undoing that.
@@ -218,14 +210,24 @@ def _give_back(session: Session, org_id: str, ref_type: str, ref_id: str, nusd: 
     return "given back" if row is not None else "given back before"
 
 
-def _by_hand(session: Session, what: str, ref: str, payment: Any, now: datetime) -> str:
-    """A payment of our customer that is no top-up in dollars, an invoice for instance: a person books its reversal."""
+def _by_hand(session: Session, thing: Any, payment: Any, now: datetime) -> str:
+    """A payment of our customer that is no top-up in dollars, an invoice for instance: a person books its reversal, and
+    once more if that is undone."""
     owner = organisation_of(session, payment.customer) if payment is not None else None
     if owner is None:
-        log.info("%s %s is of no organisation here", what, ref)
+        log.info("%s %s is of no organisation here", thing.object, thing.id)
         return "ignored: of no organisation here"
-    message = f"{what} {ref} is not of a top-up, or not in US dollars: book it by hand (weftd credit take)"
-    raise_alert(session, kind=f"{what}_by_hand", ref=ref, message=message, now=now, detail={"org_id": owner.id})
+    stage = _stage(thing)
+    if stage == "waiting":
+        return f"waiting: {thing.object} is {thing.status}"
+    kind, detail = f"{thing.object}_by_hand", {"org_id": owner.id}
+    about = f"{thing.object} {thing.id} of {owner.name} is not of a top-up, or not in US dollars"
+    message = f"{about}: book it by hand (weftd credit take)"
+    raise_alert(session, kind=kind, ref=thing.id, message=message, now=now, detail=detail)
+    if stage == "undone":
+        resolve_alert(session, kind=kind, ref=thing.id, now=now)
+        message = f"{about}, and came back: give back what was taken for it (weftd credit grant --kind paid)"
+        raise_alert(session, kind=kind, ref=f"{thing.id}:undone", message=message, now=now, detail=detail)
     return "for a person to book"
 
 

@@ -35,6 +35,8 @@ EVENTS = (
 CLOSE_AFTER = timedelta(hours=1)
 #: If it is still not closed this long after its end, an alert is raised.
 CLOSE_BY = timedelta(hours=48)
+#: Stripe takes no smaller charge: it adds the amount to what the customer owes on the next invoice.
+SMALLEST_CHARGE_CENTS = 50
 #: Each line of an invoice is rounded to a cent.
 ROUNDING_NUSD = len(METERS) * NUSD_PER_CENT // 2
 
@@ -104,7 +106,7 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
     take_locks(session, [org_id])
     row = session.scalar(select(Invoice).where(Invoice.org_id == org_id, Invoice.period_start == period))
     if row is None:
-        if invoice.amount_due == 0:
+        if invoice.total == 0 and not invoiced_nusd(session, org_id, period):
             return "ignored: nothing was used"
         raise NotClosedHere(f"{name_of(period)} of {org_id} is not closed yet")
     voided = row.stripe_invoice_id == invoice.id and row.status == "void"
@@ -148,7 +150,7 @@ def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
     ref = {"org_id": row.org_id, "ref_type": "stripe_invoice", "ref_id": invoice.id}
     if paid_nusd and not ledger.post(session, type="invoice", amount_nusd=paid_nusd, memo="invoice paid", **ref):
         return "paid before"
-    rest = row.total_nusd - paid_nusd
+    rest = row.total_nusd - paid_nusd - _carried_nusd(invoice)
     if rest and abs(rest) <= ROUNDING_NUSD:
         ledger.post(session, type="adjustment", amount_nusd=rest, memo="rounding of an invoice to cents", **ref)
     elif rest:  # paid from a balance at Stripe or by other means, which is not booked here
@@ -160,6 +162,16 @@ def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
     row.status, row.paid_at = "paid", now
     _no_longer_failed(session, row, invoice, now)
     return "paid"
+
+
+def _carried_nusd(invoice: Any) -> int:
+    """What an invoice adds to the small debt that its customer has at Stripe and pays with a later invoice; negative if
+    it collects that. It stays in our balance until it is paid. Larger debts were made by a person."""
+    before, after = (
+        cents if cents and 0 < cents < SMALLEST_CHARGE_CENTS else 0
+        for cents in (invoice.starting_balance, invoice.ending_balance)
+    )
+    return (after - before) * NUSD_PER_CENT
 
 
 def _no_longer_failed(session: Session, row: Invoice, invoice: Any, now: datetime) -> None:

@@ -2,7 +2,8 @@
 
     wallet balance  = sum of ledger entries
     usage entry     = minus the sum of its events, for each settlement
-    hours of usage  = sums of their events, in quantity, amount and number
+    hours of usage  = sums of their events, in quantity, amount and number, for each model, project, key, user,
+                      session, run and price
     wallet held     = sum of holds of queued operations
     budget spent    = sum of events accepted in its period, and held likewise
     grants          remain no more than they were
@@ -17,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, func, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from billing.money.budgets import derived
@@ -96,29 +97,31 @@ def _settlements(session: Session, org_id: str | None) -> list[Drift]:
 
 
 def _hours(session: Session, org_id: str | None) -> list[Drift]:
-    """Events are added up per organisation, run, kind and price: per hour would need the database's clock."""
+    """Events are added up by all that an hour's row is for, except the hour: that would need the database's clock."""
     event, hour = UsageEvent, UsageHour
-    kept, summed = Counter[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
-    key: list[Any] = [hour.org_id, hour.run_id, hour.session_id, hour.kind, hour.price_version]
-    query = select(*key, func.sum(hour.events), *halves(hour.quantity, hour.amount_nusd))
-    for row in session.execute(_of(org_id, hour.org_id, query).group_by(*key)):
-        _count(kept, row, len(key))
-    key = [event.org_id, func.coalesce(event.run_id, ""), event.session_id, event.kind, event.price_version]
-    query = select(*key, func.count(), *halves(event.quantity, event.amount_nusd))
-    for row in session.execute(_of(org_id, event.org_id, query).group_by(*key)):
-        _count(summed, row, len(key))
+    names = [column.name for column in hour.__table__.primary_key if column.name != "hour"]
+    kept = _counts(session, org_id, hour, names, func.sum(hour.events))
+    summed = _counts(session, org_id, event, names, func.count())
     return [
-        Drift(which[0], f"hours of {' '.join(which[1:])}", kept[which], summed[which])
+        Drift(which[0], f"hours of {' '.join(str(part or '-') for part in which[1:])}", kept[which], summed[which])
         for which in kept.keys() | summed.keys()
         if kept[which] != summed[which]
     ]
 
 
-def _count(counter: Counter[tuple[Any, ...]], row: Row[Any], length: int) -> None:
-    key, (events, *sums) = tuple(row[:length]), row[length:]
-    counter[*key, "events"] += int(events)
-    counter[*key, "quantity"] += whole(*sums[:2])
-    counter[*key, "nUSD"] += whole(*sums[2:])
+def _counts(
+    session: Session, org_id: str | None, table: type[UsageEvent | UsageHour], names: list[str], events: Any
+) -> Counter[tuple[Any, ...]]:
+    """The number of events and their sums by the columns `names`, in which None, "" and 0 are the same."""
+    counter = Counter[tuple[Any, ...]]()
+    key = [getattr(table, name) for name in names]
+    query = select(*key, events, *halves(table.quantity, table.amount_nusd))
+    for row in session.execute(_of(org_id, table.org_id, query).group_by(*key)):
+        which, (number, *sums) = [part or "" for part in row[: len(key)]], row[len(key) :]
+        counter[*which, "events"] += int(number)
+        counter[*which, "quantity"] += whole(*sums[:2])
+        counter[*which, "nUSD"] += whole(*sums[2:])
+    return counter
 
 
 def _budgets(session: Session, org_id: str | None) -> list[Drift]:

@@ -12,6 +12,7 @@ from tests.fakestripe.contract import BadRequest, Form, check_object
 DAY_S = 86_400
 #: How long a meter event's identifier is remembered. Stripe promises "at least 24 hours"; this is the least.
 IDENTIFIERS_LAST_S = DAY_S
+SMALLEST_CHARGE_CENTS = 50
 
 
 class NotFound(Exception):
@@ -204,25 +205,35 @@ class Stripe:
     def print_invoice(
         self, customer: str, start: int, end: int, cents: int, reason: str, subscription: Form | None
     ) -> Form:
-        """Issue an invoice for that `reason`: of the `subscription` with this metadata, or of none."""
+        """Issue an invoice for that `reason`: of the `subscription` with this metadata, or of none. Below its smallest
+        charge Stripe takes nothing, and adds it to what the customer owes on the next invoice; a negative balance is
+        credit that is used up (docs.stripe.com/billing/customer/balance)."""
         details = {"metadata": subscription, "subscription": "sub_1"}
+        owner = self.objects.get(customer, {})
+        before = owner.get("balance", 0)
+        due = before + cents if before + cents >= SMALLEST_CHARGE_CENTS else 0
+        owner["balance"] = before + cents - due
         invoice = self.add(
             "in",
             "invoice",
             customer=customer,
             billing_reason=reason,
             parent={"type": "subscription_details", "subscription_details": details} if subscription else None,
-            status="open",
-            attempted=False,
+            status="open" if due else "paid",
+            attempted=not due,
             period_start=start,
             period_end=end,
+            starting_balance=before,
+            ending_balance=owner["balance"],
             total=cents,
-            amount_due=cents,
+            amount_due=due,
             amount_paid=0,
             hosted_invoice_url="https://invoice.example/1",
             invoice_pdf="https://invoice.example/1.pdf",
         )
         self.tell("invoice.finalized", invoice)
+        if not due:
+            self.tell("invoice.paid", invoice)
         return invoice
 
     def pay_invoice(self, invoice: Form) -> None:

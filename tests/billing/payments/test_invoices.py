@@ -318,6 +318,47 @@ def test_an_invoice_paid_from_elsewhere_is_for_a_person_to_book(payments: Paymen
     assert _alerts(payments) == ["invoice_differs"]
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_invoice_that_a_balance_at_stripe_covers_is_for_a_person_to_book(
+    payments: Payments, org_id: str, closed: bool
+) -> None:
+    """Also if Stripe tells of it, with nothing due, before the month is closed here."""
+    stripe, customer = payments.fake.stripe, payments.customer(org_id)
+    stripe.objects[customer]["balance"] = -10_000
+    payments.fake.stripe.now = DECEMBER.timestamp() + 600
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    if closed:
+        _end_november(payments)
+    assert stripe.invoice(customer, *NOVEMBER)["amount_due"] == 0
+    _tell(payments)
+    _end_november(payments)
+    process_webhooks(payments.context)
+    assert _invoice(payments).status == "paid"
+    assert _alerts(payments) == ["invoice_differs"]
+
+
+def test_an_amount_below_stripes_smallest_charge_is_paid_with_the_next_invoice(payments: Payments) -> None:
+    org_id = payments.organisation()
+    payments.use(org_id, "train", 300_000_000)
+    _end_november(payments)
+    stripe, customer = payments.fake.stripe, payments.customer(org_id)
+    stripe.invoice(customer, *NOVEMBER)
+    _tell(payments)
+    assert _invoice(payments).status == "paid"
+    payments.use(org_id, "train", 1_000_003_456)
+    stripe.now = datetime(2027, 1, 1, 2, tzinfo=UTC).timestamp()
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    close_invoices(payments.context)
+    invoice = stripe.invoice(customer, NOVEMBER[1], int(stripe.now) - 7200)
+    stripe.pay_invoice(invoice)
+    _tell(payments)
+    assert [amount for kind, amount in payments.ledger(org_id) if kind == "invoice"] == [1_300_000_000]
+    assert sum(amount for _, amount in payments.ledger(org_id)) == 0
+    assert _alerts(payments) == []
+
+
 @pytest.mark.parametrize(
     ("reason", "subscription", "cents"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from sqlalchemy import update
 from starlette.testclient import TestClient
 
 from api.server.app import front
@@ -74,6 +75,12 @@ class Door:
     def alerts(self) -> list[str]:
         with self.payments.database.read() as session:
             return [alert.kind for alert in session.query(Alert).order_by(Alert.id)]
+
+    def open_alerts(self) -> list[tuple[str, str]]:
+        """Their kinds and messages."""
+        with self.payments.database.read() as session:
+            query = session.query(Alert).filter_by(resolved_at=None).order_by(Alert.id)
+            return [(alert.kind, alert.message) for alert in query]
 
 
 @pytest.fixture
@@ -180,6 +187,48 @@ def test_a_dispute_that_is_won_gives_back_what_it_took(door: Door) -> None:
     assert "dispute" in door.alerts()
 
 
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [("needs_response", "won"), ("needs_response", "lost"), ("warning_needs_response", "warning_closed")],
+)
+def test_the_alert_of_a_dispute_ends_with_it(door: Door, first: str, last: str) -> None:
+    stripe = door.payments.fake.stripe
+    dispute = stripe.dispute(door.paid()["id"], status=first)
+    door.deliver(*door.told)
+    assert door.open_alerts() == [("dispute", "a payment of 25.00 USD is disputed (fraudulent)")]
+    stripe.change("charge.dispute.closed", dispute, status=last)
+    door.deliver(*door.told)
+    assert door.open_alerts() == []
+
+
+@pytest.mark.parametrize("what", ["refund", "dispute"])
+def test_money_of_an_invoice_that_came_back_is_told_of_as_well(door: Door, what: str) -> None:
+    """Nothing is to be booked before it moves; and who booked what went is told when it came back."""
+    stripe, payment = door.payments.fake.stripe, door.paid()
+    payment["metadata"] = {}  # as Stripe makes payments of invoices
+    waits = {"refund": "pending", "dispute": "warning_needs_response"}[what]
+    thing = getattr(stripe, what)(payment["id"], **({"cents": 2500} if what == "refund" else {}), status=waits)
+    door.deliver(*door.told)
+    assert door.alerts() == []
+    stripe.change(
+        f"{'refund' if what == 'refund' else 'charge.dispute'}.updated",
+        thing,
+        status={"refund": "succeeded", "dispute": "needs_response"}[what],
+    )
+    door.deliver(*door.told)
+    ((kind, message),) = door.open_alerts()
+    assert (kind, "weftd credit take" in message) == (f"{what}_by_hand", True)
+    stripe.change(
+        "refund.failed" if what == "refund" else "charge.dispute.closed",
+        thing,
+        status={"refund": "failed", "dispute": "won"}[what],
+    )
+    door.deliver(*door.told)
+    ((kind, message),) = door.open_alerts()
+    assert (kind, "weftd credit grant --kind paid" in message) == (f"{what}_by_hand", True)
+    assert door.ledger() == []
+
+
 def test_an_inquiry_takes_nothing(door: Door) -> None:
     door.payments.fake.stripe.dispute(door.paid()["id"], status="warning_needs_response")
     door.deliver(*door.told)
@@ -225,6 +274,7 @@ def test_a_declined_card_credits_nothing_and_the_next_try_does(door: Door) -> No
     door.payments.fake.stripe.finish_checkout(checkout["id"])
     door.deliver(*door.told)
     assert door.ledger() == [("topup", 25 * USD)]
+    assert door.open_alerts() == []
 
 
 @pytest.mark.parametrize("forgery", ["another secret", "changed", "old", "unsigned", "v0 only", "not json"])
@@ -382,6 +432,18 @@ def test_payments_whose_events_never_arrived_are_asked_for(door: Door) -> None:
     process_webhooks(door.payments.context)
     assert sorted(door.ledger()) == [("refund", -5 * USD), ("topup", 25 * USD)]
     assert ask_for_missed_events(door.payments.context) == {"kept": 0}
+
+
+@pytest.mark.parametrize("what", ["refund", "dispute"])
+def test_what_went_back_is_taken_if_its_event_is_the_first_that_names_the_customer(door: Door, what: str) -> None:
+    """A restored database is older than the customer, and Stripe lists the newest events first."""
+    stripe, payment = door.payments.fake.stripe, door.paid("25")
+    stripe.refund(payment["id"], 2500) if what == "refund" else stripe.dispute(payment["id"])
+    forget = update(Organisation).values(stripe_customer_id=None)
+    door.payments.database.write_now(lambda session: session.execute(forget))
+    for event in reversed(door.told):
+        door.deliver(event)
+    assert sorted(door.ledger()) == [("chargeback" if what == "dispute" else what, -25 * USD), ("topup", 25 * USD)]
 
 
 def test_events_that_a_clock_ahead_passed_over_are_asked_for_again(door: Door) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import text, update
 
 from billing.money import ledger
 from billing.money.accounts import Payer
 from billing.money.budgets import set_budget
 from billing.reports.reconcile import check, drift_nusd
+from store.tables import UsageHour
 from tests.billing.conftest import Till
 
 
@@ -42,10 +43,10 @@ EVENT = (
             "UPDATE operations SET hold_nusd = hold_nusd - 1 WHERE state = 'queued'",
             {"held against queued operations", "held of the budget"},
         ),
-        ("UPDATE usage_hourly SET amount_nusd = amount_nusd + 1", {"hours of r s train nano nUSD"}),
-        ("UPDATE usage_hourly SET quantity = quantity + 1", {"hours of r s train nano quantity"}),
+        ("UPDATE usage_hourly SET amount_nusd = amount_nusd + 1", {"hours of train m - 1 - s r nano 1000 nUSD"}),
+        ("UPDATE usage_hourly SET quantity = quantity + 1", {"hours of train m - 1 - s r nano 1000 quantity"}),
         ("UPDATE budget_periods SET spent_nusd = spent_nusd + 1", {"spent of the budget"}),
-        (EVENT, {"usage entry", "hours of r s train nano", "spent of the budget"}),
+        (EVENT, {"usage entry", "hours of train m - 1 - s r nano 1000", "spent of the budget"}),
         (
             "INSERT INTO ledger_entries (org_id, type, amount_nusd, ref_type, ref_id, memo, at) SELECT org_id, "
             "'usage', -1, 'settlement', 'planted', '', at FROM ledger_entries LIMIT 1",
@@ -62,3 +63,12 @@ def test_a_planted_nano_dollar_is_found(busy: Till, plant: str, found: set[str])
     assert check(busy.database, "a") == drifts
     assert check(busy.database, "b") == []
     assert "a: " in str(drifts[0])
+
+
+@pytest.mark.parametrize("column", ["base_model", "project_id", "key_id", "user_id", "session_id", "run_id"])
+def test_usage_in_the_hours_of_another_is_found(busy: Till, column: str) -> None:
+    """The total is right, but not what reports say of a key, a user or a project."""
+    moved = update(UsageHour).values({column: 2 if column == "key_id" else "2"})
+    busy.database.write_now(lambda session: session.execute(moved))
+    amounts = [(drift.kept, drift.derived) for drift in check(busy.database) if drift.what.endswith("nUSD")]
+    assert sorted(amounts) == [(0, 12), (12, 0)]
