@@ -72,7 +72,7 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Imported:
         rank, alpha = fields["r"], float(fields["lora_alpha"])
         if type(rank) is not int:
             raise CannotImport(f"r is {rank!r}, which is no whole number")
-        if not abs(alpha) <= np.finfo(np.float32).max:
+        if not abs(alpha) <= float(np.finfo(np.float32).max):  # numpy warns where it casts 1e39 itself
             raise CannotImport(f"lora_alpha is {alpha}, which is no scale: every output would be NaN")
         _check_patterns(fields, rank, alpha)
         tensors = read_layout(_arrays(folder / WEIGHTS_FILE))

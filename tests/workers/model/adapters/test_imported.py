@@ -61,8 +61,9 @@ def test_what_computes_something_else_in_peft_is_refused(tmp_path: Path, how: di
         read_adapter(tmp_path / "theirs", decoder.config)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_an_impossible_field_of_the_configuration_is_named(tmp_path: Path) -> None:
-    """The user reads which field it is: no scale that makes every output NaN, and no traceback."""
+    """The user reads which field it is: no NaN-making scale, no traceback, no warning of numpy's."""
     decoder = ours(reference("qwen3"), tmp_path / "model")
     trained(tmp_path / "theirs")
     file = tmp_path / "theirs" / "adapter_config.json"
