@@ -23,7 +23,7 @@ from tests.pages import ELSEWHERE, PAGES, ROOT, blocks
 PROGRAMS = {"weftd": weftd, "weft": weft}
 #: Paragraphs of indented blocks that are neither commands of ours nor settings, by how they begin.
 NEITHER = {
-    "location /": "nginx",
+    "location /": "tests/deploy/test_proxy.py",
     "table inet": "nft, as root",
     "kubectl create": "needs a cluster: tests/deploy/test_chart.py renders and checks the chart",
     "CREATE ROLE": "SQL, as tests/tenancy/test_row_security.py does it",
