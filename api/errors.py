@@ -294,9 +294,9 @@ def form_of(error: ApiError) -> dict[str, Any]:
 def away(error: Exception) -> CannotStore:
     """The error to answer with when one of `STORES` fails for a moment. Raises the failure itself if it is lasting."""
     if not isinstance(error, OSError):
-        log.warning("the database does not answer: %s", logs.in_a_line(error))
+        log.warning("the database does not answer: %s", logs.in_a_line(error), extra=logs.SELDOM)
     elif is_lasting(error):
         raise error
     else:
-        log.error("the disk does not answer: %s", error)
+        log.error("the disk does not answer: %s", error, extra=logs.SELDOM)
     return CannotStore(f"{what_failed(error)}; send the request again")

@@ -138,6 +138,10 @@ def _brief(record: logging.LogRecord) -> logging.LogRecord:
     return brief
 
 
+#: `extra` of a line that each request logs while something is unreachable: it is the same line whoever asks.
+SELDOM = {"seldom": True}
+
+
 class _Seldom(logging.Filter):
     """Drops repeated lines about something unreachable, within SAY_AGAIN_S."""
 
@@ -147,9 +151,10 @@ class _Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         brief = _brief(record)
-        if brief is record:
+        seldom = getattr(record, "seldom", False)
+        if brief is record and not seldom:
             return True
-        line, now = f"{record.name} {brief.msg} {_facts(record)}", time.monotonic()
+        line, now = f"{record.name} {brief.getMessage()} {'' if seldom else _facts(record)}", time.monotonic()
         if now - self._said.get(line, -SAY_AGAIN_S) < SAY_AGAIN_S:
             return False
         if len(self._said) >= 1000:

@@ -13,6 +13,7 @@ import pytest
 import redis
 from sqlalchemy.exc import OperationalError
 
+from api import errors
 from scheduler.links.contract import QueueUnreachable
 from store import logs
 from store.blobs.contract import StoreAway
@@ -153,6 +154,16 @@ def test_something_that_is_away_is_logged_in_one_line_without_a_traceback_and_se
     monkeypatch.setattr(logs, "SAY_AGAIN_S", 0.0)
     log.warning("asking again", exc_info=away()[0])
     assert capfd.readouterr().err.count("asking again") == 2
+
+
+def test_what_every_request_finds_away_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    logs.configure("text")
+    for number in range(3):
+        with logs.on(request=f"r-{number}"):
+            errors.away(OperationalError("SELECT 1", None, Exception("the connection is lost")))
+            errors.away(OSError(28, "No space left on device"))
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in said] == ["the database does not answer", "the disk does not answer"]
 
 
 @pytest.mark.parametrize(
