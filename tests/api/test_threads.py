@@ -43,7 +43,7 @@ from tests.tenancy.conftest import org_id_of
 MANY = 60
 #: Routes that work in the common threads, and why one organisation does not take all of those.
 ANYBODYS = {
-    "server/weft.py": "hashes files of a tokenizer once",
+    "server/tokenizers.py": "hashes files of a tokenizer once",
 }
 
 

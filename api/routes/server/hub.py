@@ -16,7 +16,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import FileResponse, JSONResponse
-from starlette.concurrency import run_in_threadpool
 
 from api.errors import NotFound, quote
 from api.http.access import declare
@@ -52,7 +51,7 @@ async def repository(name: str, service: ServiceDep, who: PrincipalDep, revision
         folder = card_of(service, name).path
     except NotFound as error:
         raise NotFound(error.detail, headers={"x-error-code": "RepoNotFound"}) from None
-    found = Repository(name, folder, by_path(await run_in_threadpool(tokenizer_files, folder)))
+    found = Repository(name, folder, by_path(await tokenizer_files(folder)))
     if revision not in (MAIN, found.sha):
         raise found.missing(f"revision {quote(revision)}, only {MAIN},", "RevisionNotFound")
     return found

@@ -39,14 +39,13 @@ TOKENIZER_FILES = (
 @router.get("/models/{name:path}/tokenizer", **declare(scope="any", limit="call"))
 async def tokenizer(name: str, service: ServiceDep, who: PrincipalDep) -> TokenizerFilesResponse:
     """The tokenizer files of a base model that there are, and their SHA-256."""
-    return await run_in_threadpool(tokenizer_files, card_of(service, name).path)
+    return await tokenizer_files(card_of(service, name).path)
 
 
 @router.get("/models/{name:path}/tokenizer/{file:path}", **declare(scope="any", limit="call"))
 async def tokenizer_file(name: str, file: str, service: ServiceDep, who: PrincipalDep) -> FileResponse:
     folder = card_of(service, name).path
-    listed = await run_in_threadpool(tokenizer_files, folder)
-    if file not in by_path(listed):
+    if file not in by_path(await tokenizer_files(folder)):
         raise NotFound(f"no tokenizer file {quote(file)} of model {quote(name)}")
     return FileResponse(folder / file)
 
@@ -56,9 +55,14 @@ def by_path(listed: TokenizerFilesResponse) -> dict[str, str]:
     return listed.files | {f"{CHAT_TEMPLATES}/{name}": sha256 for name, sha256 in listed.templates.items()}
 
 
+async def tokenizer_files(folder: Path) -> TokenizerFilesResponse:
+    """The tokenizer files of a model and their hashes, computed beside the event loop when they are first asked for."""
+    return await run_in_threadpool(_listed, folder)
+
+
 @lru_cache(maxsize=64)
-def tokenizer_files(folder: Path) -> TokenizerFilesResponse:
-    """The tokenizer files of a model. Remembered, since model folders do not change while they are served."""
+def _listed(folder: Path) -> TokenizerFilesResponse:
+    """Remembered, since model folders do not change while they are served."""
     files, templates = (folder / name for name in TOKENIZER_FILES), (folder / CHAT_TEMPLATES).glob("*.jinja")
     return TokenizerFilesResponse(files=_hashes(files), templates=_hashes(templates))
 
