@@ -27,6 +27,7 @@ SLOW = (
     "tests/workers/generator/vllm/",  # by now `.ci/run` has built it
     "tests/e2e/test_production_vllm.py",
     "tests/e2e/test_crashes.py",
+    "tests/e2e/test_rl_lives.py",
     "tests/e2e/test_rl.py",
     "tests/e2e/test_ranks.py",
     "tests/e2e/test_rl_docs.py",

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import weft
 
 from store.database.db import Database
 from tests.forked import Forked, run_forked
@@ -131,6 +132,13 @@ def weftd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weftd]:
     server = Weftd(tmp_path_factory.mktemp("weftd")).start()
     yield server
     assert server.stop() == 0, server.log()
+
+
+@pytest.fixture
+def service(weftd: Weftd, request: pytest.FixtureRequest) -> Iterator[weft.ServiceClient]:
+    """Our client, as an organisation of the file's own."""
+    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key(request.path.stem)) as service:
+        yield service
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
-"""Loops that die or are started again on a real server: what they keep, and what they tell users at once."""
+"""Loops on a real server that are killed, die or are started again, also beside each other: what they keep."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import logging
+import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import signal
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +16,81 @@ from typing import Any
 import pytest
 import weft
 from weft import rl
-from weft.rl.supervised.dpo import Pair
 
 from tests.e2e.conftest import Weftd
-from tests.e2e.test_rl import ONE_TURN, fresh, right, rows, sums
+from tests.e2e.rl_tasks import ONE_TURN, SMALL, fresh, right, rows, sums, warned
+from tests.forked import Forked, run_forked
 
 pytestmark = pytest.mark.server
-SMALL = rl.Groups(batch=2, size=4)
 
 
-@pytest.fixture
-def service(weftd: Weftd) -> Iterator[weft.ServiceClient]:
-    with weft.ServiceClient(base_url=weftd.url, api_key=weftd.key("lives")) as service:
-        yield service
+LIFE = """
+import json, sys, weft
+from weft import rl
+from tests.e2e.rl_tasks import ONE_TURN
+from tests.e2e.test_rl_lives import Noted
+with weft.ServiceClient() as service:
+    run = service.create_lora_training_client("weft/tiny-moe", rank=8, seed=0)
+    report = rl.train(run, ONE_TURN, steps=int(sys.argv[2]), groups=rl.Groups(batch=4, size=4), schedule=rl.Async(1),
+        learning_rate=1e-3, sinks=[Noted(sys.argv[1])], checkpoint=rl.Checkpoints("life", every=3), seed=4)
+    print(json.dumps({"resumed_at": report.resumed_at, "spent": report.spent_nusd}))
+"""
+
+
+class Noted(rl.JsonLines):
+    """A file of steps, written slowly so that a test can see a step before the next is over."""
+
+    def log(self, step: int, of: int, metrics: Any) -> None:
+        super().log(step, of, metrics)
+        time.sleep(0.2)
+
+
+def test_killed_whatever_is_killed_it_goes_on_and_trains_nothing_too_old(
+    own_weftd: Callable[..., Weftd], tmp_path: Path
+) -> None:
+    """SIGKILL for the trainer, the generator, then the client. Its next life goes on from the last save; the server's
+    records of both runs tell, by the sequences that training named, how old trained tokens were."""
+    server, lines, steps = own_weftd(), tmp_path / "steps.jsonl", 12
+    environment = os.environ | {"WEFT_BASE_URL": server.url, "WEFT_API_KEY": server.key("killed")}
+    life = ("-c", LIFE, str(lines), str(steps))
+    first = Forked(*life, env=environment)
+
+    def reach(step: int) -> None:
+        deadline = time.monotonic() + 200
+        while len(seen(lines)) < step:
+            assert time.monotonic() < deadline
+            assert first.poll() is None
+            time.sleep(0.02)
+
+    for step, role in ((1, "trainer"), (3, "generator")):
+        reach(step)
+        server.worker(role).kill()
+    reach(5)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second = run_forked(*life, env=environment)
+    assert second.returncode == 0, second.stderr
+    told = json.loads(second.stdout)
+    assert told["resumed_at"] in (3, 6)
+    numbers = [each["step"] for each in seen(lines)]
+    again = numbers[numbers.index(told["resumed_at"], 5 if told["resumed_at"] < 5 else 0) :]
+    assert again == list(range(told["resumed_at"], steps))
+    assert max(each["lag/max"] for each in seen(lines)) <= 1
+    with weft.ServiceClient(base_url=server.url, api_key=server.key("killed")) as service:
+        rest = service.create_rest_client()
+        assert rest.get_usage().result(60).total_nusd <= told["spent"]
+        runs = rest.list_training_runs().result(60).training_runs
+        ages = [rest.get_run_health(run.training_run_id).result(60) for run in runs]
+    assert len(ages) == 2
+    for health in ages:
+        assert health.named
+        assert sum(health.staleness.values()) > 0
+        assert max(health.staleness) <= 1
+
+
+def seen(path: Path) -> list[dict[str, float]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 class Dies:
@@ -44,8 +107,14 @@ class Dies:
         """Nothing to close."""
 
 
-def warned(caplog: pytest.LogCaptureFixture, begins: str) -> list[str]:
-    return [each.getMessage() for each in caplog.records if begins in each.getMessage()]
+class Quiet:
+    """A sink that keeps nothing."""
+
+    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
+        """Keeps nothing."""
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
 def test_a_life_that_dies_before_its_first_checkpoint_is_paid_from_the_budget(
@@ -154,57 +223,6 @@ def test_a_source_that_remembers_more_than_a_checkpoint_keeps_does_not_end_the_r
     assert len(pools.means) <= 2
 
 
-def test_what_teaches_nothing_is_told_and_the_last_weights_are_evaluated(
-    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    calls, tasks = iter(range(1000)), sums(4)
-
-    async def solve(task: Any, chat: rl.Chat) -> float:
-        await chat.user(task["prompt"]).sample(max_tokens=2)
-        if next(calls) % 8 < 2:
-            raise KeyError("no such column")
-        return 0.0
-
-    tried = rl.Evaluation(rl.prompts(tasks[:2], right, max_tokens=2), every=2)
-    report = rl.train(
-        fresh(service), rl.function(solve, tasks), steps=3, groups=SMALL, evaluation=tried, sinks=[Quiet()]
-    )
-    assert [number for number, step in enumerate(report.steps) if "eval/reward" in step] == [1, 2]
-    assert warned(caplog, "a rollout failed") == [
-        "a rollout failed: KeyError: 'no such column' (others like it are only counted)"
-    ]
-    assert report.steps[-1]["waste/failed_rollouts"] > 1
-    assert warned(caplog, "trains nothing") == [
-        "step 0 trains nothing: no rollout earned more or less than the others of its group (rewards from 0 to 0)."
-        " Where that stays, look at the reward function and at how hard the tasks are; `data` counts what is trained"
-    ]
-
-
-def test_an_environment_may_name_a_metric_as_no_curve_is_named(
-    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    odd = {"länge": 1.0, "long" * 20: 2.0, "fine": 3.0}
-    env = rl.prompts(sums(4), lambda text, task: rl.Reward(len(text), odd), max_tokens=2)
-    report = rl.train(fresh(service), env, steps=2, groups=SMALL, sinks=[])
-    assert [report.curve(name) for name in odd] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
-    assert len(warned(caplog, "'länge' is not logged at step 0")) == 1
-
-
-@pytest.mark.parametrize("kind", ["train", "sft"])
-def test_a_full_disk_under_a_sink_ends_no_run(
-    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture, kind: str
-) -> None:
-    run = fresh(service)
-    more: dict[str, Any] = {"sinks": [rl.JsonLines("/dev/full")]}
-    if kind == "sft":
-        talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
-        report = rl.sft(run, rl.conversations([talk], run.get_tokenizer()), batch=1, epochs=2, **more)
-    else:
-        report = rl.train(run, ONE_TURN, steps=2, groups=SMALL, **more)
-    assert (report.ended, len(report.steps)) == ("done", 2)
-    assert len(warned(caplog, "JsonLines failed at step 0: OSError: [Errno 28] No space left on device")) == 1
-
-
 class Started:
     """A sink during whose first step other loops are started; `told` has the errors of those that were refused."""
 
@@ -283,87 +301,6 @@ def under_one_name(
     return loop
 
 
-class Quiet:
-    """A sink that keeps nothing."""
-
-    def log(self, step: int, of: int, metrics: Mapping[str, float]) -> None:
-        """Keeps nothing."""
-
-    def close(self) -> None:
-        """Nothing to close."""
-
-
-def test_a_filter_that_takes_nothing_is_told_while_it_costs(
-    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    env = rl.prompts(sums(), max_tokens=1)  # all earn 0
-    groups = rl.Groups(batch=2, size=2, keep=[rl.filters.not_all_equal], refill=True)
-    report = rl.train(fresh(service), env, steps=1, groups=groups, budget_usd=0.0001, sinks=[])
-    assert (report.ended, report.steps) == ("budget", [])
-    assert (
-        "8 groups in a row were rejected by 'not_all_equal'; the last had rewards from 0 to 0"
-        in warned(caplog, "rejected")[0]
-    )
-
-
-async def patient(task: Any, chat: rl.Chat) -> float:
-    """User code that treats any error as an answer, as many agent frameworks do."""
-    try:
-        await chat.agent("critic").user(task["prompt"]).sample(max_tokens=1500)
-    except Exception:
-        return 0.0
-    return 1.0
-
-
-def test_a_budget_that_is_spent_is_no_reward_though_code_goes_on_from_any_error(service: weft.ServiceClient) -> None:
-    run = fresh(service)
-    one = run.create_rest_client().get_prices("weft/tiny-moe").result(60).rates_uusd_per_mtok["sample"] * 1500 / 1e12
-    more: dict[str, Any] = {"steps": 3, "groups": SMALL, "sinks": []}
-    report = rl.train(run, rl.function(patient, sums(4)), budget_usd=3.5 * one, **more)  # three of eight rollouts
-    assert (report.ended, report.steps) == ("budget", [])
-
-
-def test_scoring_what_is_not_trained_is_within_the_budget(
-    service: weft.ServiceClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    talks = [[{"role": "user", "content": s["prompt"]}, {"role": "assistant", "content": s["answer"]}] for s in sums(8)]
-    run = fresh(service)
-    data = rl.conversations(talks, run.get_tokenizer())
-    report = rl.sft(run, data[:2], test=data * 4, every=1, batch=2, epochs=2, sinks=[], budget_usd=1.0)
-    assert run.cost().result(60).total_nusd <= report.spent_nusd
-    with caplog.at_level(logging.WARNING):
-        ended = rl.sft(run, data, batch=2, sinks=[], budget_usd=1e-9)
-    assert (ended.ended, len(warned(caplog, "could be passed"))) == ("budget", 1)
-
-
-def test_a_step_that_was_taken_is_told_though_the_budget_ends_at_scoring(
-    service: weft.ServiceClient, tmp_path: Path
-) -> None:
-    talk = [{"role": "user", "content": "3 + 5 ="}, {"role": "assistant", "content": "8"}]
-    run = fresh(service)
-    data = rl.conversations([talk], run.get_tokenizer())
-    rates = run.create_rest_client().get_prices("weft/tiny-moe").result(60).rates_uusd_per_mtok
-    two_steps_usd = 2 * data[0].model_input.length * rates["train"] / 1e12
-    steps = tmp_path / "steps.jsonl"
-    more: dict[str, Any] = {"batch": 1, "epochs": 3, "sinks": [rl.JsonLines(steps)], "budget_usd": two_steps_usd}
-    report = rl.sft(run, data, test=data * 100, every=1, **more)
-    assert report.ended == "budget"
-    assert (len(report.curve("loss")), report.curve("test/loss")) == (1, [])
-    assert [json.loads(line)["loss"] for line in steps.read_text().splitlines()] == report.curve("loss")
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.01])
-def test_a_loss_is_the_mean_whatever_data_weigh(service: weft.ServiceClient, weight: float) -> None:
-    run = fresh(service)
-    tokens = run.get_tokenizer().encode("3 + 5 = 8")
-    inputs = {"target_tokens": tokens[1:], "weights": [weight] * (len(tokens) - 1)}
-    data = [weft.Datum(weft.ModelInput.from_ints(tokens[:-1]), inputs)]
-    nll = run.forward(data, "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
-    report = rl.sft(run, data, test=data, every=1, batch=1, learning_rate=0.0, sinks=[])
-    assert report.steps[0]["loss"] == pytest.approx(-nll.mean(), rel=1e-5)
-    assert report.steps[0]["test/loss"] == pytest.approx(-nll.mean(), rel=1e-5)
-
-
 class Interrupted:
     """A run whose user presses Ctrl-C while its first gradient is computed."""
 
@@ -399,61 +336,3 @@ def test_what_ctrl_c_interrupts_leaves_no_gradient_for_the_next(service: weft.Se
     with pytest.raises(KeyboardInterrupt):
         go(Interrupted(run))
     assert go(run) == pytest.approx(alone, rel=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["train", "sft"])
-@pytest.mark.parametrize("rate", [-1e-4, float("nan")])
-def test_a_rate_that_is_none_ends_the_loop_and_leaves_no_gradient(
-    service: weft.ServiceClient, rate: float, kind: str
-) -> None:
-    run, numbers = fresh(service), itertools.count()
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "8"}]
-    more: dict[str, Any] = {"learning_rate": lambda step: rate if step else 1e-4, "sinks": []}
-
-    def go() -> None:
-        if kind == "sft":
-            rl.sft(run, rl.conversations([talk], run.get_tokenizer()), batch=1, epochs=2, **more)
-        else:
-            env = rl.prompts(sums(4), lambda text, task: next(numbers), max_tokens=2)
-            rl.train(run, env, steps=2, groups=SMALL, **more)
-
-    with pytest.raises(ValueError, match="learning_rate: input should be"):
-        go()
-    update = run.optim_step(weft.AdamParams(learning_rate=0.0)).result(60)
-    assert update.metrics is not None
-    assert update.metrics["grad_norm:mean"] == 0
-
-
-def test_pairs_may_be_held_against_another_reference(service: weft.ServiceClient) -> None:
-    run = fresh(service)
-    pairs = rl.pairs(rows(4), run.get_tokenizer())
-    base = service.create_sampling_client(base_model="weft/tiny-moe")
-    rl.dpo(run, pairs, reference=base, batch=4, epochs=3, learning_rate=1e-3, sinks=[])
-    now = run.save_weights_and_get_sampling_client().result(60)
-    again = rl.dpo(run, pairs, reference=now, batch=4, learning_rate=1e-6, sinks=[])
-    assert again.steps[0]["margin"] == pytest.approx(0, abs=1e-4)  # unchanged since this reference
-
-
-class MadeWhenAskedFor(Sequence[Pair]):
-    """Makes each pair anew when asked for it, possibly at the address of an earlier one that is gone."""
-
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs, self._places = pairs, set[int]()
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, index: Any) -> Any:
-        tried = [Pair(*self._pairs[index].data)]
-        while id(tried[-1]) not in self._places and len(tried) < 1000:
-            tried.append(Pair(*self._pairs[index].data))
-        self._places.add(id(tried[-1]))
-        return tried[-1]
-
-
-def test_a_pair_is_held_against_its_own_reference_however_long_it_lasts(service: weft.ServiceClient) -> None:
-    run = fresh(service)
-    pairs = MadeWhenAskedFor(rl.pairs(rows(6), run.get_tokenizer()))
-    base = service.create_sampling_client(base_model="weft/tiny-moe")
-    report = rl.dpo(run, pairs, reference=base, batch=1, epochs=2, learning_rate=0.0, sinks=[])
-    assert report.curve("margin") == pytest.approx([0.0] * 12, abs=1e-4)
