@@ -7,17 +7,13 @@ import pytest
 from scheduler.journal import gaps
 from scheduler.order.operations import Outcome, SequenceReused
 from store.blobs.folder import FolderBlobs
-from tests.scheduler.cluster.test_shared_journal import Play, Replica, play, trainer, until, url  # noqa: F401
+from tests.scheduler.cluster.replicas import Play, Replica, trainer, until
 from tests.scheduler.journal.test_journal import RUN, create, run_row, train
 
 
 @pytest.mark.parametrize("lost", ["nobody", "the leader"])
 def test_a_run_goes_on_without_what_never_came(
-    play: Play,  # noqa: F811
-    url: str,  # noqa: F811
-    blobs: FolderBlobs,
-    monkeypatch: pytest.MonkeyPatch,
-    lost: str,
+    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
 

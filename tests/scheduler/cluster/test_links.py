@@ -57,13 +57,6 @@ from tests.scheduler.jobs.proxy import Proxy, proxy
 from tests.servers import OwnRedis, redis_server
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A database of the Redis that these tests may empty."""
-    with redis_server() as own:
-        yield own
-
-
 @pytest.fixture(autouse=True)
 def empty(url: str) -> None:
     redis.Redis.from_url(url).flushall()

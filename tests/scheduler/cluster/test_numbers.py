@@ -23,7 +23,7 @@ from store.blobs.folder import FolderBlobs
 from store.database.caller import Caller, acting_as
 from store.database.db import Database
 from tests import rows
-from tests.scheduler.cluster.test_shared_journal import Play, Replica, play, sample, trainer, url  # noqa: F401
+from tests.scheduler.cluster.replicas import Play, Replica, sample, trainer
 from tests.scheduler.journal.test_journal import RUN, create, run_row, train
 
 NOW = datetime.now(UTC)
@@ -83,11 +83,7 @@ def test_numbers_are_of_their_own_lane_and_runs_are_open_while_their_session_is(
 
 
 def test_a_step_is_looked_up_once(
-    play: Play,  # noqa: F811
-    url: str,  # noqa: F811
-    blobs: FolderBlobs,
-    postgres_database: Database,
-    monkeypatch: pytest.MonkeyPatch,
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     statements, looked = list[str](), list[int]()
     stored = Acceptance._stored
@@ -119,7 +115,7 @@ def test_a_step_is_looked_up_once(
     play(scenario)
 
 
-def test_what_is_told_is_for_its_own_organisation(play: Play, url: str, blobs: Blobs) -> None:  # noqa: F811
+def test_what_is_told_is_for_its_own_organisation(play: Play, url: str, blobs: Blobs) -> None:
     async def scenario(one: Replica, _two: Replica) -> None:
         request_id = await one.journal.accept(create(), run_row())
         ours = asyncio.ensure_future(one.journal.outcome("org", request_id, 5))
@@ -134,10 +130,7 @@ def test_what_is_told_is_for_its_own_organisation(play: Play, url: str, blobs: B
 
 
 def test_who_is_looking_while_it_ends_looks_again(
-    play: Play,  # noqa: F811
-    url: str,  # noqa: F811
-    blobs: Blobs,
-    monkeypatch: pytest.MonkeyPatch,
+    play: Play, url: str, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although another one asks for it in between."""
     looks, reading, ended = [1], threading.Event(), threading.Event()
@@ -167,7 +160,7 @@ def test_who_is_looking_while_it_ends_looks_again(
     play(scenario)
 
 
-def test_numbers_of_samples_are_not_kept(play: Play, url: str, blobs: Blobs) -> None:  # noqa: F811
+def test_numbers_of_samples_are_not_kept(play: Play, url: str, blobs: Blobs) -> None:
     async def scenario(one: Replica, _two: Replica) -> None:
         assert not await one.journal.taken("s:sample:0", 0)
         await one.journal.accept(sample(0))
@@ -176,10 +169,7 @@ def test_numbers_of_samples_are_not_kept(play: Play, url: str, blobs: Blobs) -> 
     play(scenario)
 
 
-def test_an_operation_of_a_run_whose_session_has_ended_is_refused(
-    play: Play,  # noqa: F811
-    postgres_database: Database,
-) -> None:
+def test_an_operation_of_a_run_whose_session_has_ended_is_refused(play: Play, postgres_database: Database) -> None:
     async def scenario(one: Replica, _two: Replica) -> None:
         await one.journal.accept(create(), run_row())
         assert not await one.journal.taken(RUN, 1)

@@ -1,9 +1,9 @@
-"""How a term as leader ends, and what a superseded leader can still do. Replicas as in `test_shared_journal`."""
+"""How a term as leader ends, and what a superseded leader can still do."""
 
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from typing import Any
 
 import pytest
@@ -17,19 +17,8 @@ from scheduler.order.operations import Outcome
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
-from tests.scheduler.cluster.test_shared_journal import (  # noqa: F401
-    Play,
-    Replica,
-    generator,
-    play,
-    sample,
-    trainer,
-    until,
-    url,
-)
+from tests.scheduler.cluster.replicas import LONG_AGO, Play, Replica, generator, sample, trainer, until
 from tests.scheduler.journal.test_journal import RUN, create, run_row, train
-
-LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 
 class Away:
@@ -51,11 +40,7 @@ class Away:
 
 
 def test_a_replica_that_can_store_nothing_stops_and_the_next_leader_does_what_it_left(
-    play: Play,  # noqa: F811
-    url: str,  # noqa: F811
-    blobs: FolderBlobs,
-    postgres_database: Database,
-    monkeypatch: pytest.MonkeyPatch,
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(term, "STORE_WITHIN_S", 0.1)
     database = Away(postgres_database, monkeypatch)
@@ -91,9 +76,7 @@ class Ahead(datetime):
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_who_leads_does_not_depend_on_a_replicas_clock(
-    play: Play,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    killed: bool,
+    play: Play, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
     monkeypatch.setattr(election, "datetime", Ahead, raising=False)
 
@@ -110,10 +93,7 @@ def test_who_leads_does_not_depend_on_a_replicas_clock(
 
 
 def test_a_superseded_leader_deletes_nothing_of_a_run_that_it_believes_to_be_over(
-    play: Play,  # noqa: F811
-    url: str,  # noqa: F811
-    blobs: FolderBlobs,
-    postgres_database: Database,
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database
 ) -> None:
     """Its session has ended, and the superseded leader has not heard of what was accepted until then."""
 
@@ -149,10 +129,7 @@ def test_a_superseded_leader_deletes_nothing_of_a_run_that_it_believes_to_be_ove
 
 
 def test_what_redis_lost_behind_many_samples_that_wait_for_long_is_queued_again(
-    play: Play,  # noqa: F811
-    url: str,  # noqa: F811
-    blobs: FolderBlobs,
-    monkeypatch: pytest.MonkeyPatch,
+    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait for a model that no generator has; there are more older ones than one look takes."""
     monkeypatch.setattr(term, "RESCAN_ROWS", 3)
@@ -172,10 +149,7 @@ def test_what_redis_lost_behind_many_samples_that_wait_for_long_is_queued_again(
 
 
 def test_a_run_that_ended_while_a_look_at_it_was_under_way_is_not_taken_up_again(
-    play: Play,  # noqa: F811
-    url: str,  # noqa: F811
-    blobs: FolderBlobs,
-    postgres_database: Database,
+    play: Play, url: str, blobs: FolderBlobs, postgres_database: Database
 ) -> None:
     """It would be created once more, and kept until the leader ends."""
 
