@@ -12,9 +12,11 @@ from typing import TypeVar
 
 import zstandard
 from fastapi import Request
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
+from weft.wire.binary.message import read_message
+from weft.wire.error import WireError
 
 from api.errors import Invalid, Malformed, TooLarge, Unreadable, explain, field_of
 from api.http.body_sizes import GUARD_KEY, ROOM_KEY, SCOPE_KEY, SIZES, BodySize, SizeClass
@@ -132,12 +134,10 @@ def parse_protobuf(body: bytes, form: type[P]) -> P:
     except TooLarge as error:
         error.begins = body[:_BEGINS]
         raise
-    message = form()
     try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise Invalid(f"the body is not a {message.DESCRIPTOR.name}: {error}") from None
-    return message
+        return read_message(body, form)
+    except WireError as error:
+        raise Invalid(f"the body is {error}") from None
 
 
 def unpack_zstd(data: bytes, limit: int) -> bytes:

@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
 
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.arrays import FLOAT32, INT32, UINT16, Array, read_flat, read_tensor, write_tensor
+from weft.wire.binary.message import read_message
 from weft.wire.error import WireError
 from weft.wire.tensor import TensorData, read_tensor_data, write_tensor_data
 
@@ -149,11 +149,7 @@ def _write_topk(message: pb.TopkLogprobs, topk: TopkLogprobs) -> None:
 
 def decode_sample_response(body: bytes) -> SampleResult:
     """Read a SampleResponse."""
-    message = pb.SampleResponse()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise WireError(f"not a SampleResponse: {error}") from None
+    message = read_message(body, pb.SampleResponse)
     alternatives: tuple[Array, Array] | None = None
     if message.HasField("prompt_alt_tokens"):
         alt = message.prompt_alt_tokens

@@ -12,7 +12,6 @@ from itertools import groupby, pairwise
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import DecodeError
 
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.arrays import (
@@ -28,6 +27,7 @@ from weft.wire.binary.arrays import (
     widen,
     write_tensor,
 )
+from weft.wire.binary.message import read_message
 from weft.wire.error import WireError
 from weft.wire.inputs import PromptProvenanceSpan, ProvenanceSpan, ProvenanceSpans, SampledProvenanceSpan
 
@@ -57,11 +57,7 @@ class TrainBatch:
 
 def decode_train_request(body: bytes) -> TrainBatch:
     """Read a ForwardBackwardRequest. Every array is fresh, writable and dense (sparse ones are expanded)."""
-    message = pb.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise WireError(f"not a ForwardBackwardRequest: {error}") from None
+    message = read_message(body, pb.ForwardBackwardRequest)
     return TrainBatch(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -203,11 +199,7 @@ def _write_record(record: pb.ArrayRecord, rows: list[dict[str, Array]], layout: 
 
 def decode_train_output(body: bytes) -> tuple[list[dict[str, Array]], dict[str, float]]:
     """Outputs per datum, arrays [T, *trailing] by field name, and metrics."""
-    message = pb.ForwardBackwardOutput()
-    try:
-        message.ParseFromString(body)
-    except DecodeError as error:
-        raise WireError(f"not a ForwardBackwardOutput: {error}") from None
+    message = read_message(body, pb.ForwardBackwardOutput)
     outputs: list[dict[str, Array]] = []
     for number, record in enumerate(message.loss_fn_outputs):
         outputs.extend(_read_record(record, f"loss_fn_outputs[{number}]"))
