@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from workers.model.gpu.kernels import VARYING, _beside_held, _block, _factor, _held, _low_rank
+from workers.model.gpu.kernels import VARYING, _block, _factor, _held, _low_rank
 
 
 @triton.jit
@@ -74,21 +74,17 @@ def swiglu(
             group, expert = segment % num_groups, segment // num_groups
             rank = tl.load(ranks + group)
             of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
-            u_m = u + row * stride_u
-        if HELD:
-            held_gate, held_up = _held(u_m, rank, 1.0, own, BLOCK_R), _held(u_m + rank, rank, 1.0, own, BLOCK_R)
+            u_gate = _held(u + row * stride_u, rank, 1.0, own, BLOCK_R, HELD)
+            u_up = _held(u + row * stride_u + rank, rank, 1.0, own, BLOCK_R, HELD)
         for start in range(0, SPLIT, BLOCK_N):
             n = tl.program_id(1) * SPLIT + start + tl.arange(0, BLOCK_N)
             mask = own[:, None] & (n < wide)[None]
             at = gate_up + row[:, None] * (2 * wide) + n[None]
             g = tl.load(at, mask, 0.0).to(tl.float32)
             up = tl.load(at + wide, mask, 0.0).to(tl.float32)
-            if HELD:
-                g = _beside_held(g, held_gate, of_gate, rank, wide, n, PRECISION, BLOCK_R)
-                up = _beside_held(up, held_up, of_up, rank, wide, n, PRECISION, BLOCK_R)
-            elif ADAPTED:
-                g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
-                up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+            if ADAPTED:
+                g = _low_rank(g, u_gate, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R, HELD)
+                up = _low_rank(up, u_up, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R, HELD)
             tl.store(h + row[:, None] * wide + n[None], (g * tl.sigmoid(g) * up).to(h.dtype.element_ty), mask)
 
 
@@ -142,11 +138,10 @@ def swiglu_backward(
             group, expert = segment % num_groups, segment // num_groups
             rank = tl.load(ranks + group)
             of_gate, of_up = _factor(gate_b, group, expert, rank, wide), _factor(up_b, group, expert, rank, wide)
-            u_m = u + row * stride_u
             of_down = _factor(down_a, group, expert, rank, wide)
-        if HELD:
-            held_gate, held_up = _held(u_m, rank, 1.0, own, BLOCK_R), _held(u_m + rank, rank, 1.0, own, BLOCK_R)
-            held_down = _held(dv + row * stride_dv, rank, 1.0, own, BLOCK_R)
+            u_gate = _held(u + row * stride_u, rank, 1.0, own, BLOCK_R, HELD)
+            u_up = _held(u + row * stride_u + rank, rank, 1.0, own, BLOCK_R, HELD)
+            dv_m = _held(dv + row * stride_dv, rank, 1.0, own, BLOCK_R, HELD)
         weight = tl.load(weights + row, own, 0.0)[:, None]
         total = tl.full((BLOCK_M,), 0.0, tl.float32)
         for start in range(0, wide, BLOCK_N):
@@ -156,14 +151,10 @@ def swiglu_backward(
             g = tl.load(gate_up + at, mask, 0.0).to(tl.float32)
             up = tl.load(gate_up + at + wide, mask, 0.0).to(tl.float32)
             d = tl.load(dh + row[:, None] * wide + n[None], mask, 0.0).to(tl.float32)
-            if HELD:
-                g = _beside_held(g, held_gate, of_gate, rank, wide, n, PRECISION, BLOCK_R)
-                up = _beside_held(up, held_up, of_up, rank, wide, n, PRECISION, BLOCK_R)
-                d = _beside_held(d, held_down, of_down, rank, wide, n, PRECISION, BLOCK_R)
-            elif ADAPTED:
-                g = _low_rank(g, u_m, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
-                up = _low_rank(up, u_m + rank, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
-                d = _low_rank(d, dv + row * stride_dv, of_down, rank, 1.0, wide, own, n, PRECISION, BLOCK_R)
+            if ADAPTED:
+                g = _low_rank(g, u_gate, of_gate, rank, 1.0, wide, own, n, PRECISION, BLOCK_R, HELD)
+                up = _low_rank(up, u_up, of_up, rank, 1.0, wide, own, n, PRECISION, BLOCK_R, HELD)
+                d = _low_rank(d, dv_m, of_down, rank, 1.0, wide, own, n, PRECISION, BLOCK_R, HELD)
             sigmoid = tl.sigmoid(g)
             silu = g * sigmoid
             active = silu * up

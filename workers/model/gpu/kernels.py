@@ -48,31 +48,35 @@ def _factor(addresses, group, expert, count, wide):
 
 
 @triton.jit
-def _low_rank(total, u_m, w, count, scale, wide, own, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
+def _held(u_m, count, scale, own, BLOCK_R: tl.constexpr, HELD: tl.constexpr):
+    """What `_low_rank` takes for the same HELD. If HELD, scale * u_m[m][i] for all i < count, count at most BLOCK_R:
+    read once, and kept in registers for all columns. Else `u_m`."""
+    if HELD:
+        i = tl.arange(0, BLOCK_R)
+        u_m = tl.load(u_m[:, None] + i[None], own[:, None] & (i < count)[None], 0.0) * scale
+    return u_m
+
+
+@triton.jit
+def _low_rank(
+    total, u_m, w, count, scale, wide, own, n,
+    PRECISION: tl.constexpr, BLOCK_R: tl.constexpr, HELD: tl.constexpr = False,
+):  # fmt: skip
     """total[m, n] + sum over i < count of scale * u_m[m][i] * w[i, n], float32. `u_m` points to the first rank of each
-    row, `own` masks rows. As a rule one block holds all ranks, so nothing is fetched ahead (`num_stages=1`)."""
-    for start in tl.range(0, count, BLOCK_R, num_stages=1):
-        i = start + tl.arange(0, BLOCK_R)
-        real = i < count
-        u_mi = tl.load(u_m[:, None] + i[None], own[:, None] & real[None], 0.0) * scale
-        w_in = tl.load(w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & (n < wide)[None], 0.0)
-        total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
+    row; if HELD, it is what `_held` has read. `own` masks rows. As a rule one block holds all ranks, so nothing is
+    fetched ahead (`num_stages=1`)."""
+    if HELD:
+        i = tl.arange(0, BLOCK_R)
+        w_in = tl.load(w + i[:, None] * wide + n[None], (i < count)[:, None] & (n < wide)[None], 0.0)
+        total = tl.dot(u_m, w_in, total, input_precision=PRECISION)
+    else:
+        for start in tl.range(0, count, BLOCK_R, num_stages=1):
+            i = start + tl.arange(0, BLOCK_R)
+            real = i < count
+            u_mi = tl.load(u_m[:, None] + i[None], own[:, None] & real[None], 0.0) * scale
+            w_in = tl.load(w + i[:, None].to(tl.int64) * wide + n[None], real[:, None] & (n < wide)[None], 0.0)
+            total = tl.dot(u_mi, w_in, total, input_precision=PRECISION)
     return total
-
-
-@triton.jit
-def _held(u_m, count, scale, own, BLOCK_R: tl.constexpr):
-    """scale * u_m[m][i] for all i < count, count at most BLOCK_R: read once, and kept in registers for all columns."""
-    i = tl.arange(0, BLOCK_R)
-    return tl.load(u_m[:, None] + i[None], own[:, None] & (i < count)[None], 0.0) * scale
-
-
-@triton.jit
-def _beside_held(total, held, w, count, wide, n, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr):
-    """`_low_rank` for a u that `_held` has read already."""
-    i = tl.arange(0, BLOCK_R)
-    w_in = tl.load(w + i[:, None] * wide + n[None], (i < count)[:, None] & (n < wide)[None], 0.0)
-    return tl.dot(held, w_in, total, input_precision=PRECISION)
 
 
 #: Arguments that change with the batch. By default Triton compiles a kernel again if one is 1 or a multiple of 16.

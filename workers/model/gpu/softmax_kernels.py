@@ -10,20 +10,21 @@ import triton
 import triton.language as tl
 
 from workers.model.gpu.fused_kernels import rows_of
-from workers.model.gpu.kernels import VARYING, _beside_held, _factor, _held, _low_rank
+from workers.model.gpu.kernels import VARYING, _factor, _held, _low_rank
 
 
 @triton.jit
 def _logits(
-    logits, stride, u, stride_u, factors, ranks, scales, group, divisors, row, own, n, wide,
+    logits, stride, u_m, factors, ranks, scales, group, divisors, row, own, n, wide,
     ADAPTED: tl.constexpr, DIVIDED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+    HELD: tl.constexpr = False,
 ):  # fmt: skip
     """A tile of (logits + scale * u B) / divisor, float32; without u if not ADAPTED, undivided if not DIVIDED."""
     x = tl.load(logits + row[:, None] * stride + n[None], own[:, None] & (n < wide)[None], 0.0)
     if ADAPTED:
         rank = tl.load(ranks + group)
         factor, scale = _factor(factors, group, group * 0, rank, wide), tl.load(scales + group)
-        x = _low_rank(x, u + row * stride_u, factor, rank, scale, wide, own, n, PRECISION, BLOCK_R)
+        x = _low_rank(x, u_m, factor, rank, scale, wide, own, n, PRECISION, BLOCK_R, HELD)
     if DIVIDED:
         x = x / tl.load(divisors + row, own, 1.0)[:, None]
     return x
@@ -68,22 +69,15 @@ def log_sum(
     if segment < num_segments:
         row, own = rows_of(segment, first_block, segment_start, index, rows, ADAPTED, BLOCK_M)
         most, total = tl.full((BLOCK_M,), -float("inf"), tl.float32), tl.full((BLOCK_M,), 0.0, tl.float32)
-        if HELD:
-            rank = tl.load(ranks + segment)
-            w = _factor(factors, segment, segment * 0, rank, wide)
-            held = _held(u + row * stride_u, rank, tl.load(scales + segment), own, BLOCK_R)
+        u_m = u + row * stride_u
+        if ADAPTED:
+            u_m = _held(u_m, tl.load(ranks + segment), tl.load(scales + segment), own, BLOCK_R, HELD)
         for start in range(0, SPLIT, BLOCK_N):
             n = tl.program_id(1) * SPLIT + start + tl.arange(0, BLOCK_N)
-            if HELD:
-                x = tl.load(logits + row[:, None] * stride + n[None], own[:, None] & (n < wide)[None], 0.0)
-                x = _beside_held(x, held, w, rank, wide, n, PRECISION, BLOCK_R)
-                if DIVIDED:
-                    x = x / tl.load(divisors + row, own, 1.0)[:, None]
-            else:
-                x = _logits(
-                    logits, stride, u, stride_u, factors, ranks, scales, segment, divisors, row, own, n, wide,
-                    ADAPTED, DIVIDED, PRECISION, BLOCK_R,
-                )  # fmt: skip
+            x = _logits(
+                logits, stride, u_m, factors, ranks, scales, segment, divisors, row, own, n, wide,
+                ADAPTED, DIVIDED, PRECISION, BLOCK_R, HELD,
+            )  # fmt: skip
             x = tl.where((n < wide)[None], x, -float("inf"))
             higher = tl.maximum(most, tl.max(x, 1))
             total = total * tl.exp(most - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
@@ -128,7 +122,7 @@ def log_sum_backward(
         row, own = rows_of(segment, first_block, segment_start, index, rows, ADAPTED, BLOCK_M)
         n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         x = _logits(
-            logits, stride, u, stride_u, factors, ranks, scales, segment, divisors, row, own, n, wide,
+            logits, stride, u + row * stride_u, factors, ranks, scales, segment, divisors, row, own, n, wide,
             ADAPTED, DIVIDED, PRECISION, BLOCK_R,
         )  # fmt: skip
         d = tl.load(dsums + row, own, 0.0)
