@@ -80,6 +80,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "client_sdk/weft/rl/loops/batch.py": ("--noconftest", "tests/client_sdk/rl/test_batch.py"),
     "client_sdk/weft/rl/loops/checkpoint.py": ("--noconftest", "tests/client_sdk/rl/test_checkpoints.py"),
     "client_sdk/weft/rl/loops/distill.py": ("--noconftest", "tests/client_sdk/rl/test_train.py"),
+    "client_sdk/weft/rl/loops/estimate.py": ("--noconftest", "tests/client_sdk/rl/test_estimate.py"),
     "client_sdk/weft/rl/loops/evaluate.py": (
         *("--noconftest", "tests/client_sdk/rl/test_evaluate.py", "tests/client_sdk/rl/test_rollouts.py"),
         *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from weft.rl.loops.batch import Batch as Batch
     from weft.rl.loops.checkpoint import Checkpoints as Checkpoints
     from weft.rl.loops.distill import distill as distill, distill_async as distill_async
+    from weft.rl.loops.estimate import estimate as estimate
     from weft.rl.loops.evaluate import Evaluation as Evaluation, evaluate as evaluate
     from weft.rl.loops.failures import RolloutsFailedError as RolloutsFailedError
-    from weft.rl.loops.money import estimate as estimate
     from weft.rl.loops.rate import constant as constant, cosine as cosine, linear as linear
+    from weft.rl.loops.report import Report as Report
     from weft.rl.loops.rollouts import Groups as Groups, Rollouts as Rollouts
     from weft.rl.loops.sinks import (
         JsonLines as JsonLines,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
         Trackio as Trackio,
         Wandb as Wandb,
     )
-    from weft.rl.loops.train import Report as Report, train as train, train_async as train_async
+    from weft.rl.loops.train import train as train, train_async as train_async
     from weft.rl.rollout import Group as Group, Rollout as Rollout, Turn as Turn, data_of as data_of
     from weft.rl.schedule.concurrency import Concurrency as Concurrency
     from weft.rl.schedule.schedules import Async as Async, Partial as Partial, Sync as Sync
@@ -62,13 +63,14 @@ _HOMES = {
     "loops.batch": "Batch",
     "loops.checkpoint": "Checkpoints",
     "loops.distill": "distill distill_async",
+    "loops.estimate": "estimate",
     "loops.evaluate": "Evaluation evaluate",
     "loops.failures": "RolloutsFailedError",
-    "loops.money": "estimate",
     "loops.rate": "constant cosine linear",
+    "loops.report": "Report",
     "loops.rollouts": "Groups Rollouts",
     "loops.sinks": "JsonLines Progress TensorBoard Trackio Wandb",
-    "loops.train": "Report train train_async",
+    "loops.train": "train train_async",
     "rollout": "Group Rollout Turn data_of",
     "schedule.concurrency": "Concurrency",
     "schedule.schedules": "Async Partial Sync",

@@ -8,8 +8,8 @@ from pathlib import Path
 import orjson
 import pytest
 from weft import rl
+from weft.rl.loops.report import plain
 from weft.rl.loops.sinks import Sink, close, tell
-from weft.rl.loops.train import plain
 
 
 def test_a_line_is_json_whatever_a_number_is(tmp_path: Path) -> None:

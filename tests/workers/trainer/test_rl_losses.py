@@ -13,7 +13,7 @@ import pytest
 import torch
 from weft.loss_handle import trace
 from weft.rl import losses
-from weft.rl.loops.train import plain as numbers
+from weft.rl.loops.report import plain as numbers
 from weft.rl.losses import Loss
 from weft.wire.checks.custom_format import decode_custom_loss, encode_custom_loss
 from weft.wire.inputs import Datum, ModelInput

@@ -22,7 +22,8 @@ from weft.rl.loops import money
 from weft.rl.loops.batch import Batch, denominator
 from weft.rl.loops.ending import to_end
 from weft.rl.loops.limits import sampler_limits
-from weft.rl.loops.train import Loop, Recipe, Report
+from weft.rl.loops.report import Report
+from weft.rl.loops.train import Loop, Recipe
 from weft.rl.losses.loss import OF_ROLLOUTS, Loss
 from weft.rl.rollout import data_of
 from weft.rl.signal.advantages import reinforce

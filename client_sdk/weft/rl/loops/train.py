@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -24,9 +23,10 @@ from weft.rl.loops.ending import to_end
 from weft.rl.loops.evaluate import Evaluation, Places, evaluate, places
 from weft.rl.loops.limits import on_policy
 from weft.rl.loops.rate import Rate, params_of
+from weft.rl.loops.report import Report, plain
 from weft.rl.loops.rollouts import Groups, Rollouts
 from weft.rl.loops.sinks import Progress, Sink, close, tell
-from weft.rl.losses.loss import OF_ROLLOUTS, Loss, importance_sampling, means, ppo
+from weft.rl.losses.loss import OF_ROLLOUTS, Loss, importance_sampling, ppo
 from weft.rl.schedule.concurrency import Concurrency
 from weft.rl.schedule.schedules import Schedule, Sync
 from weft.rl.signal.advantages import Advantage, dr_grpo
@@ -39,19 +39,6 @@ from weft.wire.sampling import SamplingParams
 from weft.wire.training import AdamParams
 
 logger = logging.getLogger("weft")
-
-
-@dataclass
-class Report:
-    """How a loop went: the numbers of each step, and why it ended."""
-
-    steps: list[dict[str, float]] = field(default_factory=list)
-    ended: str = "done"
-    spent_nusd: int = 0
-    resumed_at: int = 0
-
-    def curve(self, name: str) -> list[float]:
-        return [step[name] for step in self.steps if name in step]
 
 
 @dataclass(frozen=True)
@@ -313,14 +300,3 @@ class Loop:
         await asyncio.gather(*self._evaluations)
         if self.recipe.checkpoint is not None and step > self._saved:
             await self._save(step, rollouts)
-
-
-def plain(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Server metrics without their reduction: `loss:sum` becomes `loss`. If a name has several reductions, all but the
-    mean keep theirs: `x/max`."""
-    metrics = means(metrics)
-    parts = {told: told.removeprefix("custom/").partition(":") for told in metrics}
-    several = Counter(name for name, _, _ in parts.values())
-    kept = {told: several[name] > 1 and how != "mean" for told, (name, _, how) in parts.items()}
-    found = {f"{name}/{how}" if kept[told] else name: metrics[told] for told, (name, _, how) in parts.items()}
-    return {name: value for name, value in found.items() if name != "step"}

@@ -21,7 +21,7 @@ from weft.rl.chat.purse import Purse
 from weft.rl.chat.render import TemplateRenderer
 from weft.rl.loops import money
 from weft.rl.loops.limits import sampler_limits
-from weft.rl.loops.train import Report
+from weft.rl.loops.report import Report
 from weft.rl.supervised.conversations import in_row, scaled, supervised
 from weft.rl.supervised.loop import Recipe, Shown, go, wait
 from weft.sampling_client import SamplingClient

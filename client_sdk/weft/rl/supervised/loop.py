@@ -16,8 +16,8 @@ from weft.rl.loops.alone import alone
 from weft.rl.loops.checkpoint import Checkpoints, tell_resumed
 from weft.rl.loops.limits import model_limits
 from weft.rl.loops.rate import Rate, params_of
+from weft.rl.loops.report import Report, plain
 from weft.rl.loops.sinks import Progress, Sink, close, tell
-from weft.rl.loops.train import Report, plain
 from weft.rl.tasks.sources import Shuffled
 from weft.training_client import TrainingClient
 from weft.wire.base import MIN_SEED

@@ -7,7 +7,7 @@ from typing import Any
 
 from weft.rl import checks
 from weft.rl.chat.purse import Purse
-from weft.rl.loops.train import Report
+from weft.rl.loops.report import Report
 from weft.rl.supervised.conversations import scaled
 from weft.rl.supervised.loop import Recipe, Shown, go
 from weft.training_client import TrainingClient
