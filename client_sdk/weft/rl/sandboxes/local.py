@@ -127,17 +127,18 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 class LocalSandbox:
     """One sandbox of `Local`."""
 
-    def __init__(self, home: Local, holder: Process, user: dict[str, Any]) -> None:
-        self._home, self._holder, self._user = home, holder, user
+    def __init__(self, provider: Local, holder: Process, user: dict[str, Any]) -> None:
+        self._provider, self._holder, self._user = provider, holder, user
         self._running: set[Process] = set()
         self._closed = False
 
     async def exec(self, *command: str, stdin: bytes = b"", time_s: float | None = None) -> Done:
-        limits = self._home.limits
+        limits = self._provider.limits
         return await self._exec(command, stdin, limits.time_s if time_s is None else time_s, limits.output_bytes)
 
     async def read(self, path: str) -> bytes:
-        done = await self._exec(("cat", "--", path), b"", self._home.limits.time_s, self._home.limits.disk_bytes)
+        limits = self._provider.limits
+        done = await self._exec(("cat", "--", path), b"", limits.time_s, limits.disk_bytes)
         return _good(done, f"cannot read {path}").stdout
 
     async def write(self, path: str, data: bytes) -> None:
@@ -145,7 +146,7 @@ class LocalSandbox:
         _good(await self.exec("sh", "-c", script, "sh", path, stdin=data), f"cannot write {path}")
 
     async def snapshot(self) -> Snapshot:
-        limits = self._home.limits
+        limits = self._provider.limits
         packed = await self._exec(("tar", "-c", "."), b"", limits.time_s, 2 * limits.disk_bytes + (1 << 20))
         return Snapshot(_good(packed, "cannot take a snapshot").stdout)
 
@@ -156,7 +157,7 @@ class LocalSandbox:
         if self._closed:
             return
         self._closed = True
-        self._home.open -= 1
+        self._provider.open -= 1
         for process in list(self._running):
             _kill(process)
         _kill(self._holder)
@@ -168,7 +169,7 @@ class LocalSandbox:
         began = time.monotonic()
         with _filter() as fd:
             process = await asyncio.create_subprocess_exec(
-                *_argv(self._holder.pid, self._home, fd),
+                *_argv(self._holder.pid, self._provider, fd),
                 *command,
                 stdin=PIPE,
                 stdout=PIPE,
@@ -179,7 +180,7 @@ class LocalSandbox:
                 **self._user,
             )
         self._running.add(process)
-        watch = _Watch(process, self._home.limits.memory_bytes)
+        watch = _Watch(process, self._provider.limits.memory_bytes)
         out, err = bytearray(), bytearray()
         looking = asyncio.ensure_future(watch.look())
         parts = [
@@ -303,9 +304,9 @@ async def _holder(limits: Limits) -> tuple[Process, dict[str, Any]]:
     return holder, user
 
 
-def _argv(holder: int, home: Local, filter_fd: int) -> list[str]:
+def _argv(holder: int, provider: Local, filter_fd: int) -> list[str]:
     """The arguments that come before a command."""
-    limits = home.limits
+    limits = provider.limits
     inside = ["--ro-bind", "/usr", "/usr"]
     for folder in ("/bin", "/sbin", "/lib", "/lib64"):
         if Path(folder).is_symlink():
@@ -314,7 +315,7 @@ def _argv(holder: int, home: Local, filter_fd: int) -> list[str]:
             inside += ["--ro-bind", folder, folder]
     for path in ("/etc/alternatives", "/etc/ld.so.cache"):
         inside += ["--ro-bind-try", path, path]
-    for path in home.read_only:
+    for path in provider.read_only:
         inside += ["--ro-bind", path, path]
     bounds = {
         "nproc": limits.processes,

@@ -43,11 +43,11 @@ class Modal:
 class ModalSandbox:
     """One sandbox of `Modal`."""
 
-    def __init__(self, home: Modal, box: Any) -> None:
-        self._home, self._box, self._closed = home, box, False
+    def __init__(self, provider: Modal, box: Any) -> None:
+        self._provider, self._box, self._closed = provider, box, False
 
     async def exec(self, *command: str, stdin: bytes = b"", time_s: float | None = None) -> Done:
-        limits, began = self._home.limits, time.monotonic()
+        limits, began = self._provider.limits, time.monotonic()
         given = math.ceil(limits.time_s if time_s is None else time_s)
         process = await self._box.exec.aio(*command, timeout=given, workdir=FOLDER, text=False)
         process.stdin.write(stdin)
@@ -64,13 +64,13 @@ class ModalSandbox:
     async def read(self, path: str) -> bytes:
         try:
             return bytes(await self._box.filesystem.read_bytes.aio(absolute(path)))
-        except self._home._modal.exception.Error as error:
+        except self._provider._modal.exception.Error as error:
             raise SandboxError(f"cannot read {path}: {error}") from error
 
     async def write(self, path: str, data: bytes) -> None:
         try:
             await self._box.filesystem.write_bytes.aio(data, absolute(path))
-        except self._home._modal.exception.Error as error:
+        except self._provider._modal.exception.Error as error:
             raise SandboxError(f"cannot write {path}: {error}") from error
 
     async def snapshot(self) -> Snapshot:
@@ -79,7 +79,7 @@ class ModalSandbox:
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._home.open -= 1
+            self._provider.open -= 1
             await self._box.terminate.aio()
 
 

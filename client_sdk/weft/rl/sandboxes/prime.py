@@ -58,17 +58,17 @@ class Prime:
 class PrimeSandbox:
     """One sandbox of `Prime`."""
 
-    def __init__(self, home: Prime, id: str) -> None:
-        self._home, self.id, self._closed = home, id, False
+    def __init__(self, provider: Prime, id: str) -> None:
+        self._provider, self.id, self._closed = provider, id, False
 
     @property
     def _errors(self) -> tuple[type[Exception], ...]:
         """The errors that the client raises if a file cannot be moved; they have no common base."""
-        prime = self._home._prime
+        prime = self._provider._prime
         return (prime.APIError, prime.CommandTimeoutError, prime.UploadTimeoutError, prime.SandboxNotRunningError)
 
     async def exec(self, *command: str, stdin: bytes = b"", time_s: float | None = None) -> Done:
-        limits, began = self._home.limits, time.monotonic()
+        limits, began = self._provider.limits, time.monotonic()
         given = math.ceil(limits.time_s if time_s is None else time_s)
         line = shlex.join(command)
         if stdin:
@@ -76,8 +76,8 @@ class PrimeSandbox:
             await self.write(given_by, stdin)
             line = f"{{ rm -f {given_by}; {line}; }} < {given_by}"
         try:
-            said = await self._home.client.execute_command(self.id, line, working_dir=FOLDER, timeout=given)
-        except self._home._prime.CommandTimeoutError:
+            said = await self._provider.client.execute_command(self.id, line, working_dir=FOLDER, timeout=given)
+        except self._provider._prime.CommandTimeoutError:
             return Done(-9, b"", b"", time.monotonic() - began, "time")
         out, err = said.stdout.encode(), said.stderr.encode()
         if max(len(out), len(err)) > limits.output_bytes:
@@ -88,7 +88,7 @@ class PrimeSandbox:
     async def read(self, path: str) -> bytes:
         line = f"base64 -w0 -- {shlex.quote(absolute(path))}"
         try:
-            said = await self._home.client.execute_command(self.id, line)
+            said = await self._provider.client.execute_command(self.id, line)
         except self._errors as error:
             raise SandboxError(f"cannot read {path}: {error}") from error
         if said.exit_code != 0:
@@ -98,18 +98,18 @@ class PrimeSandbox:
     async def write(self, path: str, data: bytes) -> None:
         whole = absolute(path)
         try:
-            await self._home.client.execute_command(self.id, f"mkdir -p -- {shlex.quote(whole.rpartition('/')[0])}")
-            await self._home.client.upload_bytes(self.id, whole, data, whole.rpartition("/")[2])
+            await self._provider.client.execute_command(self.id, f"mkdir -p -- {shlex.quote(whole.rpartition('/')[0])}")
+            await self._provider.client.upload_bytes(self.id, whole, data, whole.rpartition("/")[2])
         except self._errors as error:
             raise SandboxError(f"cannot write {path}: {error}") from error
 
     async def snapshot(self) -> Snapshot:
-        made = await self._home.client.checkpoint(self.id)
-        await self._home.client.wait_for_checkpoint(made.id)
+        made = await self._provider.client.checkpoint(self.id)
+        await self._provider.client.wait_for_checkpoint(made.id)
         return Snapshot(made.id)
 
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._home.open -= 1
-            await self._home.client.delete(self.id)
+            self._provider.open -= 1
+            await self._provider.client.delete(self.id)
