@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from sqlalchemy.orm import Session
 
-from api.who.lookup import plain_id
+from api.who.lookup import row_of_anyone
 from api.who.principal import Principal, RateLimit
 from store import tables
 
@@ -29,7 +29,7 @@ class Lane(Generic[R]):
 
 def lane_by_id(session: Session, table: type[R], id: str) -> Lane[R] | None:
     """The run or sampler of that id, of any organisation."""
-    row = session.get(table, id) if plain_id(id) else None
+    row = row_of_anyone(session, table, id)
     if row is None:
         return None
     owner = session.get_one(tables.Session, row.session_id)

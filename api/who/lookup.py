@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from sqlalchemy import ColumnElement, and_, or_, select
 from sqlalchemy.orm import Session
@@ -21,6 +22,8 @@ from store.database.caller import unrestricted
 from store.people.keys import find
 from workers.model.card import ModelCard
 
+R = TypeVar("R", bound=tables.Base)
+
 #: Scopes that show weights (`api.http.access.LOOKING`): a key with one of them can lend weights.
 _LENDING = frozenset({"train", "sample", "checkpoints:read"})
 
@@ -28,6 +31,11 @@ _LENDING = frozenset({"train", "sample", "checkpoints:read"})
 def plain_id(value: str) -> bool:
     """Whether `value` can be an id at all; some databases fail on other strings."""
     return len(value) <= 256 and value.isascii() and value.isprintable()
+
+
+def row_of_anyone(session: Session, table: type[R], id: str) -> R | None:
+    """The row of that id, whosever it is: the caller looks whether it may be seen."""
+    return session.get(table, id) if plain_id(id) else None
 
 
 def visible(
@@ -54,14 +62,14 @@ def sees(session: Session, who: Principal, row: tables.Run | tables.Sampler | ta
 
 
 def session_by_id(session: Session, who: Principal, session_id: str) -> tables.Session:
-    row = session.get(tables.Session, session_id) if plain_id(session_id) else None
+    row = row_of_anyone(session, tables.Session, session_id)
     if row is None or row.org_id != who.org_id or who.project_id not in (None, row.project_id):
         raise NotFound(f"no session {quote(session_id)}")
     return row
 
 
 def run_by_id(session: Session, who: Principal, run_id: str) -> tables.Run:
-    row = session.get(tables.Run, run_id) if plain_id(run_id) else None
+    row = row_of_anyone(session, tables.Run, run_id)
     if row is None or not sees(session, who, row):
         raise no_run(run_id)
     return row
@@ -72,7 +80,7 @@ def no_run(run_id: str) -> NotFound:
 
 
 def sampler_by_id(session: Session, who: Principal, sampler_id: str) -> tables.Sampler:
-    row = session.get(tables.Sampler, sampler_id) if plain_id(sampler_id) else None
+    row = row_of_anyone(session, tables.Sampler, sampler_id)
     if row is None or not sees(session, who, row):
         raise no_sampler(sampler_id)
     return row
@@ -83,7 +91,7 @@ def no_sampler(sampler_id: str) -> NotFound:
 
 
 def operation_by_id(session: Session, who: Principal, request_id: str) -> tables.Operation:
-    row = session.get(tables.Operation, request_id) if plain_id(request_id) else None
+    row = row_of_anyone(session, tables.Operation, request_id)
     if row is None or not sees(session, who, row):
         raise NotFound(f"no request {quote(request_id)}", request_id=request_id)
     return row

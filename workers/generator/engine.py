@@ -100,6 +100,11 @@ class GenerateRequest:
     max_staleness: int | None = None
     return_routed_experts: bool = False
 
+    def most_tokens(self, context_tokens: int) -> int:
+        """The most tokens that a sample may have. The last one is read by nobody, so it need not be in the context."""
+        most = context_tokens - len(self.prompt) + 1
+        return most if self.sampling.max_tokens is None else min(most, self.sampling.max_tokens)
+
 
 @dataclass(frozen=True)
 class Facts:

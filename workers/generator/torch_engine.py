@@ -231,9 +231,7 @@ class TorchEngine:
         self._admission.decide(self._open.here.values())
 
     def _progress(self, request: GenerateRequest) -> RequestProgress:
-        limit = self._context - len(request.prompt) + 1
-        if request.sampling.max_tokens is not None:
-            limit = min(limit, request.sampling.max_tokens)
+        limit = request.most_tokens(self._context)
         rule = StopRule(request.sampling, self._eos_token_ids, limit, self._decode_text, request.prompt)
         scores = PromptScores(request, self._decoder.config.vocab_size)
         adapter = self._adapters.acquire(request.adapter, request.adapter_folder) if request.adapter else None

@@ -28,7 +28,7 @@ from api.operations.lanes import sampler_of
 from api.operations.submit import Submitter, accept
 from api.paths import parse_path
 from api.state.service import Service, ServiceDep
-from api.who.lookup import plain_id, readable_checkpoint, run_of, sampler_by_id, sees, served_model
+from api.who.lookup import readable_checkpoint, row_of_anyone, run_of, sampler_by_id, sees, served_model
 from api.who.may_change import active_session
 from api.who.principal import Principal
 from scheduler.links.messages import sequence_id
@@ -52,7 +52,7 @@ async def create_sampling_session(
     sampler_id = f"{body.session_id}:sample:{seq}"
 
     def write(session: Session) -> None:
-        there = session.get(tables.Sampler, sampler_id) if plain_id(sampler_id) else None
+        there = row_of_anyone(session, tables.Sampler, sampler_id)
         if there is not None:
             _check_same(sampler_by_id(session, who, there.id), body)
             return

@@ -15,7 +15,7 @@ from api.http.access import declare
 from api.http.auth import PresentPrincipalDep, PrincipalDep, while_good
 from api.http.bodies import read_json
 from api.state.service import Service, ServiceDep
-from api.who.lookup import plain_id
+from api.who.lookup import row_of_anyone
 from api.who.reach import Reach, permit
 from store import tables
 from store.people import invitations, organisations
@@ -68,7 +68,7 @@ async def revoke_invitation(invitation_id: str, service: ServiceDep, who: Presen
     """Its link is good for nothing from now on."""
 
     def write(session: Session) -> None:
-        row = session.get(tables.Invitation, invitation_id) if plain_id(invitation_id) else None
+        row = row_of_anyone(session, tables.Invitation, invitation_id)
         if row is None or row.org_id != who.org_id:
             raise organisations.NoSuch(f"no invitation {invitation_id[:80]!r}")
         permit(who.reach, Reach.of_member(row.role), "take back this invitation")

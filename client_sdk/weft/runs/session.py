@@ -117,9 +117,12 @@ class Session:
             except WeftError as error:
                 log.debug("heartbeat: %s", error)
 
-    async def _flush(self) -> None:
+    async def _stop(self) -> None:
+        """Send what waits to be sent, then stop the heartbeat."""
         self.ending.set()
         await asyncio.gather(*(waiting.flush() for waiting in self.closing))
+        if self._heart is not None:
+            self._heart.cancel()
 
     async def finish(self, status: FinishType, detail: str | None) -> None:
         """End the session, if it was ever opened. Only the first call counts; others wait until it is done."""
@@ -129,9 +132,7 @@ class Session:
         await outlasting(self._finishing)
 
     async def _finish(self, status: FinishType, detail: str | None) -> None:
-        await self._flush()
-        if self._heart is not None:
-            self._heart.cancel()
+        await self._stop()
         # a session still being opened would start its heartbeat later, and nothing would stop it
         if self._opening is None or self._opening.cancel():
             return
@@ -154,6 +155,4 @@ class JoinedSession(Session):
 
     async def _finish(self, status: FinishType, detail: str | None) -> None:
         """Stop keeping the session alive; its owner ends it."""
-        await self._flush()
-        if self._heart is not None:
-            self._heart.cancel()
+        await self._stop()

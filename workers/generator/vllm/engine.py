@@ -179,9 +179,7 @@ class VllmEngine:
         )
 
     def _progress(self, request: GenerateRequest) -> RequestProgress:
-        limit = self._context - len(request.prompt) + 1
-        if request.sampling.max_tokens is not None:
-            limit = min(limit, request.sampling.max_tokens)
+        limit = request.most_tokens(self._context)
         rule = StopRule(request.sampling, self._eos, limit, self._decode_text, request.prompt)
         return RequestProgress(request, rule, self._config.vocab_size)
 
