@@ -100,7 +100,7 @@ def _made(service: Service, session: Session, who: Principal, name: str) -> tabl
         newest = _newest(session, who, name.removeprefix(RUN))
         assert isinstance(newest, str)
         path = newest
-    owner, sampler_id = _door(session, who), _sampler_id(service, session, who, path)
+    owner, sampler_id = _openai_session(session, who), _sampler_id(service, session, who, path)
     of_path = path.startswith("tinker://")
     asked = CreateSamplingSessionRequest(
         session_id=owner.id,
@@ -121,7 +121,7 @@ def _sampler_id(service: Service, session: Session, who: Principal, name: str) -
     elif name not in service.cards:
         raise NotFound(f"this server has {', '.join(sorted(service.cards))}, tinker:// paths and run:<id>")
     digest = hashlib.sha256(f"{name} {ref}".encode()).hexdigest()
-    return f"{_door_id(who)}:openai:{digest[:24]}"
+    return f"{_openai_session_id(who)}:openai:{digest[:24]}"
 
 
 def _newest(session: Session, who: Principal, run_id: str) -> tables.Sampler | str:
@@ -145,21 +145,21 @@ def _newest(session: Session, who: Principal, run_id: str) -> tables.Sampler | s
     raise NotFound("this run has no sampler weights yet; save some (save_weights_for_sampler)")
 
 
-def _door_id(who: Principal) -> str:
+def _openai_session_id(who: Principal) -> str:
     """The id of a caller's session. It is made of a text that no retry key of `create_session` can be: those begin with
     an organisation's id."""
     return str(uuid.uuid5(uuid.NAMESPACE_OID, f"openai {who.domain} {who.actor}"))
 
 
-def _door(session: Session, who: Principal) -> tables.Session:
+def _openai_session(session: Session, who: Principal) -> tables.Session:
     """The session of all requests that a caller sends to these APIs."""
-    row = session.get(tables.Session, _door_id(who))
+    row = session.get(tables.Session, _openai_session_id(who))
     if row is not None:
         return row
     now = datetime.now(UTC)
     made: dict[str, Any] = {"org_id": who.org_id, "key_id": who.key_id, "user_id": who.user_id, "state": "active"}
     row = tables.Session(
-        id=_door_id(who),
+        id=_openai_session_id(who),
         **made,
         sdk_version="openai",
         display_name="OpenAI API",

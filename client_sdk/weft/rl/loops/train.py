@@ -131,7 +131,7 @@ class Loop:
         self.runs: list[str] = []
         self._sinks = [Progress()] if recipe.sinks is None else list(recipe.sinks)
         self._evaluations: set[asyncio.Task[None]] = set()
-        self._room: Places | None = None
+        self._places: Places | None = None
         self._saved = 0
         self._began: str | None = None
         self._idle = False
@@ -168,7 +168,7 @@ class Loop:
             async with rollouts:
                 if (evaluation := recipe.evaluation) is not None:
                     sandboxes = getattr(evaluation.env, "sandboxes", None)
-                    self._room = await places(evaluation, kept=rollouts.most_of(sandboxes) if sandboxes else 0)
+                    self._places = await places(evaluation, kept=rollouts.most_of(sandboxes) if sandboxes else 0)
                 for step in range(self.report.resumed_at, recipe.steps):
                     await self._step(step, rollouts, handle)
                 if evaluation is not None and self.report.steps and recipe.steps % evaluation.every:
@@ -270,7 +270,7 @@ class Loop:
 
         async def work() -> None:
             try:
-                self._log(step, await evaluate(frozen, evaluation, self.recipe.seed, room=self._room))
+                self._log(step, await evaluate(frozen, evaluation, self.recipe.seed, room=self._places))
             except Exception as error:  # a failed evaluation never ends a run
                 logger.warning("the evaluation of step %d failed: %s", step, error)
 
