@@ -277,6 +277,19 @@ def test_a_declined_card_credits_nothing_and_the_next_try_does(door: Door) -> No
     assert door.open_alerts() == []
 
 
+@pytest.mark.parametrize("told", ["at once", "together"])
+def test_a_declined_topup_that_is_given_up_is_no_alert_any_more(door: Door, told: str) -> None:
+    stripe = door.payments.fake.stripe
+    checkout = door.topup("25")
+    stripe.finish_checkout(checkout["id"], decline="insufficient_funds")
+    if told == "at once":
+        door.deliver(*door.told)
+        assert door.alerts() == ["payment_declined"]
+    stripe.expire_checkout(checkout["id"])
+    door.deliver(*door.told)
+    assert door.open_alerts() == []
+
+
 @pytest.mark.parametrize("forgery", ["another secret", "changed", "old", "unsigned", "v0 only", "not json"])
 def test_forged_webhooks_are_refused_and_leave_nothing(door: Door, forgery: str) -> None:
     door.paid()
@@ -412,7 +425,7 @@ def test_a_clock_that_was_ahead_puts_off_no_event_for_years(door: Door) -> None:
     (event, *_) = door.told
     door.webhook(event)
     ahead = door.payments.now + timedelta(days=3650)
-    door.payments.database.write_now(lambda session: inbox.failed(session, event["id"], "away", ahead))
+    door.payments.database.write_now(lambda session: inbox.failed(session, event["id"], OSError("away"), ahead))
     process_webhooks(door.payments.context)
     assert door.ledger() == [("topup", 25 * USD)]
 
