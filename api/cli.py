@@ -21,6 +21,7 @@ from api.commands.places import Place, refuse, say_as, settings_of, where
 #: server that restarts needs no other, and `--help` needs none.
 COMMANDS = {
     "adapter": ("stored.adapter", "Import adapters trained by other tools."),
+    "alert": ("money.alerts", "What a person should know of payments, invoices and jobs."),
     "audit": ("people.audit", "The audit log."),
     "backup": ("stored.backup", "Copy database, blobs and secret into a folder; the service may run."),
     "billing": ("money.credit", "How organisations pay; check the books."),

@@ -24,7 +24,7 @@ from weft.money import usd
 from billing.money.wallets import available_nusd, make_wallets
 from store.database import leaps
 from store.database.bulk import Question, among, ask, insert_into, insert_rows, update_rows
-from store.tables import Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
+from store.tables import Alert, Budget, BudgetAlert, BudgetPeriod, CreditGrant, LedgerEntry, Wallet
 
 _W, _G, _B, _P = (table.__table__.c for table in (Wallet, CreditGrant, Budget, BudgetPeriod))
 _HAS_GRANTS = exists().where(_G.org_id == _W.org_id, _G.remaining_nusd > 0)
@@ -47,6 +47,7 @@ def _read(dialect: str) -> Select[Any]:
 
 
 READ: Question = {dialect: _read(dialect) for dialect in ("postgresql", "sqlite")}
+_DISPUTES = select(Alert.message).where(Alert.kind == "dispute", Alert.resolved_at.is_(None)).order_by(Alert.id)
 _GRANTS = select(_G.id, _G.org_id, _G.kind, _G.remaining_nusd, _G.created_at, _G.expires_at)
 #: The start of the single period of a total budget.
 EVER = datetime(1970, 1, 1, tzinfo=UTC)
@@ -293,8 +294,10 @@ class Accounts:
         if amount_nusd > left or left <= 0:
             limit = "the prepaid balance" if wallet.mode == "prepaid" else "the credit limit"
             figures = f"the balance is ${usd(wallet.balance_nusd)}, ${usd(wallet.overdraft_nusd)} may be owed"
+            figures = "; ".join([figures, *self._session.scalars(_DISPUTES.where(Alert.org_id == wallet.org_id))])
+            helps = 0 < amount_nusd <= left + wallet.held_nusd
             remedy = "top up" + (
-                ", or wait until running operations have released what they do not need" if amount_nusd else ""
+                ", or wait until running operations have released what they do not need" if helps else ""
             )
             raise OutOfMoney("wallet", limit, figures, remedy, amount_nusd, left, wallet.held_nusd)
 

@@ -46,7 +46,8 @@ DISPUTES = (
     "charge.dispute.funds_reinstated",
 )
 #: The types of events that are handled; Stripe also lists these (`billing.payments.inbox.missed`).
-TYPES = ("payment_intent.succeeded", "payment_intent.payment_failed", *CHECKOUTS, *REFUNDS, *DISPUTES, *invoices.EVENTS)
+DECLINES = ("payment_intent.payment_failed", "payment_intent.canceled")
+TYPES = ("payment_intent.succeeded", *DECLINES, *CHECKOUTS, *REFUNDS, *DISPUTES, *invoices.EVENTS)
 
 
 def effect_of(client: StripeClient, event: dict[str, Any]) -> Effect:
@@ -61,7 +62,7 @@ def effect_of(client: StripeClient, event: dict[str, Any]) -> Effect:
             return _topup(client, payment) if payment else _nothing("a checkout without a payment")
         case "payment_intent.succeeded":
             return _topup(client, about["id"])
-        case "payment_intent.payment_failed":
+        case _ if kind in DECLINES:
             return _declined(client, about["id"])
         case _ if kind in REFUNDS:
             return _reversal(client, client.v1.refunds.retrieve(about["id"]))
@@ -141,6 +142,9 @@ def _declined(client: StripeClient, payment_id: str) -> Effect:
         org_id = _owner(session, payment, customer)
         if org_id is None or payment.status == "succeeded":
             return "ignored: no open top-up of an organisation here"
+        if payment.status == "canceled":  # its checkout has expired: nobody can pay it any more
+            resolve_alert(session, kind="payment_declined", ref=payment.id, now=now)
+            return "given up"
         error = payment.to_dict().get("last_payment_error") or {}
         reason = error.get("decline_code") or error.get("code") or "unknown"
         message = f"a top-up of {payment.amount / 100:.2f} USD was declined ({reason})"

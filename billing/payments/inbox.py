@@ -16,6 +16,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from billing.money.alerts import raise_alert, resolve_alert
+from billing.payments.invoices import CLOSE_BY, NotClosedHere
 from billing.payments.waits import is_due
 from store.database.bulk import insert_into
 from store.tables import StripeWebhookEvent
@@ -99,11 +100,14 @@ def done(session: Session, event_id: str, outcome: str, now: datetime) -> None:
     resolve_alert(session, kind="webhook_stuck", ref=event_id, now=now)
 
 
-def failed(session: Session, event_id: str, error: str, now: datetime) -> None:
+def failed(session: Session, event_id: str, error: Exception, now: datetime) -> None:
+    """Put off an event. An invoice that is there before its month is closed is no reason for an alert yet."""
     row = session.get_one(StripeWebhookEvent, event_id)
     row.attempts += 1
-    row.outcome = error[:512]
+    said = f"{type(error).__name__}: {error}"
+    row.outcome = said[:512]
     row.next_attempt_at = now + timedelta(seconds=min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(row.attempts, 20)))
-    if row.attempts == ATTEMPTS_BEFORE_ALERT:
-        message = f"Stripe event {event_id} ({row.type}) cannot be acted on: {error}"
+    early = isinstance(error, NotClosedHere) and now < row.received_at + CLOSE_BY
+    if row.attempts >= ATTEMPTS_BEFORE_ALERT and not early:
+        message = f"Stripe event {event_id} ({row.type}) cannot be acted on: {said}"
         raise_alert(session, kind="webhook_stuck", ref=event_id, message=message, now=now)

@@ -156,9 +156,9 @@ def _paid(session: Session, row: Invoice, invoice: Any, now: datetime) -> str:
     elif rest:  # paid from a balance at Stripe or by other means, which is not booked here
         remedy = "book them by hand (weftd credit grant, or take)"
         message = f"invoice {invoice.id} is paid, with {rest:+d} nano-USD left in our books: {remedy}"
-        raise_alert(
-            session, kind="invoice_differs", ref=invoice.id, message=message, now=now, detail={"org": row.org_id}
-        )
+        named = {"kind": "invoice_differs", "ref": f"{invoice.id}:paid"}
+        raise_alert(session, **named, message=message, now=now, detail={"org": row.org_id})
+    resolve_alert(session, kind="invoice_differs", ref=invoice.id, now=now)  # what is left of it has just been told
     row.status, row.paid_at = "paid", now
     _no_longer_failed(session, row, invoice, now)
     return "paid"

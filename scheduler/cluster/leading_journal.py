@@ -4,23 +4,21 @@ accepted."""
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import select
 
 from billing.prices import PriceList
-from scheduler.cluster.fence import Fenced, Superseded
+from scheduler.cluster.fence import Fenced
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
-from scheduler.journal.ending.recording import DatabaseRecorder, Ended, Recorder
+from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.recovery import RunLog, log_of, take_up
 from scheduler.journal.rows import from_row, unpack
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.journal.storing import Storing
 from scheduler.journal.training import Training
-from scheduler.links.messages import Done
 from scheduler.order.light_work import SizesOf
 from scheduler.order.operations import Operation, Waiting
 from store import tables
@@ -31,20 +29,8 @@ from store.blobs.room import Room
 TAKEN_UP_AT_ONCE = 32
 
 
-class FencedRecorder:
-    """A recorder that does nothing once another process leads: the new leader records the operation."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    async def record(self, op: Operation, done: Done) -> Ended | None:
-        with suppress(Superseded):
-            return await self._recorder.record(op, done)
-        return None
-
-
 class LeadingJournal:
-    """`announce` tells all replicas that an operation has ended."""
+    """`announce` tells all replicas that an operation has ended; `failed` hears what work in the background raises."""
 
     def __init__(
         self,
@@ -54,12 +40,13 @@ class LeadingJournal:
         meters: Meters,
         announce: Callable[[Operation], Coroutine[Any, Any, None]],
         sizes: SizesOf,
+        failed: Callable[[BaseException], None],
     ) -> None:
         room = Room(blobs.root)
         self._database, self._meters, self._announce = database, meters, announce
-        self._storing = Storing(database, blobs, room)
+        self._storing = Storing(database, blobs, room, failed)
         answers, samplers = Answers(database, blobs), Samplers(database)
-        recorder = FencedRecorder(DatabaseRecorder(database, blobs, prices, room, answers, samplers))
+        recorder = DatabaseRecorder(database, blobs, prices, room, answers, samplers)
         self._weights: dict[str, int] = {}  # by organisation with live runs: its fair share
         self.training = Training(database, blobs, self._storing, recorder, self._weight, self._ended, sizes)
 

@@ -43,7 +43,6 @@ from scheduler.journal.samples.sampling import item_of, message_of, undrawn
 from scheduler.journal.storing import Storing
 from scheduler.journal.weights import expected_costs_of
 from scheduler.links.broadcasts import Accepted, Broadcasts, Ended, Told
-from scheduler.links.contract import QueueUnreachable
 from scheduler.links.loading import Loading, LoadingBoard, longest
 from scheduler.links.messages import Done, OpKind
 from scheduler.links.redis_queue import RedisQueue
@@ -194,10 +193,11 @@ class SharedJournal:
         self._queue.push_all(items)
 
     async def reach(self, call: Callable[..., T], *arguments: Any) -> T | None:
-        """Call Redis. A failure is only logged: the leader finds what is missing in the database."""
+        """Call Redis. A failure, whatever it is, is only logged: the leader finds what is missing in the database, and
+        no loop of the server ends by it."""
         try:
             return await self.run(call, *arguments)
-        except QueueUnreachable as error:
+        except Exception as error:
             log.warning("%s", error, exc_info=error)
             return None
 

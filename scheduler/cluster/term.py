@@ -28,6 +28,7 @@ from scheduler.cluster.stored import QueuedSample
 from scheduler.dispatch.trainer_desk import TrainerDesk
 from scheduler.journal.left import open_runs
 from scheduler.journal.samples.sampling import GAVE_UP
+from scheduler.journal.storing import logged
 from scheduler.links.broadcasts import MOST_AT_ONCE, Accepted, Broadcasts
 from scheduler.links.contract import QueueUnreachable
 from scheduler.links.loading import longest
@@ -83,7 +84,7 @@ class Term:
         self.database = Fenced(shared.database, token)
         replica = shared.journal
         self.journal = LeadingJournal(
-            self.database, shared.blobs, shared.prices, replica.meters, replica.announce, shared.sizes
+            self.database, shared.blobs, shared.prices, replica.meters, replica.announce, shared.sizes, self._failed
         )
         self._board = PolicyBoard(shared.url)
         self.desk = TrainerDesk(
@@ -132,6 +133,13 @@ class Term:
                 if self._serving:
                     await asyncio.wait(self._serving)
                 await self.journal.training.flush()
+
+    def _failed(self, error: BaseException) -> None:
+        """Work in the background has failed. If that is because another replica leads, the term is over."""
+        if isinstance(error, Superseded):
+            self.over.set()
+        else:
+            logged(error)
 
     async def _keep(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Do `work` again and again. If it finds that another replica leads, the term is over."""

@@ -147,8 +147,7 @@ def _act(context: JobContext, client: StripeClient, event_id: str, event: dict[s
         return "processed"
     except Exception as error:
         log.warning("Stripe event %s is tried again: %s", event_id, type(error).__name__)
-        said = f"{type(error).__name__}: {error}"
-        context.database.write_now(partial(inbox.failed, event_id=event_id, error=said, now=context.now()))
+        context.database.write_now(partial(inbox.failed, event_id=event_id, error=error, now=context.now()))
         return "away" if isinstance(error, stripe.APIConnectionError) else "failed"
 
 

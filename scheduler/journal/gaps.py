@@ -56,6 +56,7 @@ class Gaps:
             task = asyncio.get_running_loop().create_task(self._watch(lane), context=Context())
             self._watching[lane.run_id] = task
             task.add_done_callback(lambda _ended: self._watching.pop(lane.run_id, None))
+            task.add_done_callback(self._storing.ended)
 
     async def _watch(self, lane: RunLane) -> None:
         while parked := lane.parked:

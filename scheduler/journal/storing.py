@@ -47,11 +47,18 @@ async def until_stored(attempt: Callable[[], Awaitable[T]], refused: Callable[[E
         pause_s = min(2 * pause_s, AGAIN_S[1])
 
 
-class Storing:
-    """A journal's writes and deletions, beside the work of its event loop."""
+def logged(error: BaseException) -> None:
+    log.error("work in the background has failed", exc_info=error)
 
-    def __init__(self, database: Transactions, blobs: Blobs, room: Room) -> None:
-        self._database, self._blobs, self._room = database, blobs, room
+
+class Storing:
+    """A journal's writes and deletions, beside the work of its event loop. `failed` is told what work in the background
+    raises."""
+
+    def __init__(
+        self, database: Transactions, blobs: Blobs, room: Room, failed: Callable[[BaseException], None] = logged
+    ) -> None:
+        self._database, self._blobs, self._room, self._failed = database, blobs, room, failed
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopped = False
 
@@ -59,10 +66,16 @@ class Storing:
         """Run `work` as a task; after `stop` it is cancelled at once."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self.ended)
         if self._stopped:
             task.cancel()
         return task
+
+    def ended(self, task: asyncio.Task[Any]) -> None:
+        """A task that nobody awaits has ended."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failed(error)
 
     async def write(self, statement: Update) -> None:
         """Write, trying for as long as it takes."""

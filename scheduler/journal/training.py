@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from sqlalchemy import Update, update
 
-from scheduler.journal.ending.recording import Recorder
+from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.front import WORK_WAITS
 from scheduler.journal.gaps import Gaps
 from scheduler.journal.setbacks import Setbacks
@@ -69,7 +69,7 @@ class Training:
         database: Transactions,
         blobs: Blobs,
         storing: Storing,
-        recorder: Recorder,
+        recorder: DatabaseRecorder,
         weight: Callable[[str], int],
         ended: Callable[[Operation], None],
         sizes: SizesOf,

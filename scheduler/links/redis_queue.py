@@ -46,10 +46,10 @@ MOST_CALLS = 64
 #: `ahead` counts up to this.
 MOST_AHEAD = 1000
 
-#: Words in the errors of a Redis that starts, is a replica, or has no room in memory or on disk; redis-py does not
-#: distinguish these.
+#: Errors, and words in errors, of a Redis that starts, is a replica, has no room in memory or on disk, or is held up by
+#: somebody's script.
 _AWAY = (redis.BusyLoadingError, redis.ReadOnlyError, redis.OutOfMemoryError)
-_AWAY_WORDS = ("MISCONF ", "NOREPLICAS ", "MASTERDOWN ")
+_AWAY_WORDS = ("BUSY ", "MISCONF ", "NOREPLICAS ", "MASTERDOWN ")
 
 
 @contextmanager

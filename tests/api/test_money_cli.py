@@ -1,13 +1,15 @@
-"""`weftd credit`, `budget` and `billing` on a data folder, as an operator types them."""
+"""`weftd credit`, `budget`, `billing` and `alert` on a data folder, as an operator types them."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 from click.testing import CliRunner, Result
 from sqlalchemy import select
 
 from api.cli import weftd
+from billing.money.alerts import raise_alert
 from store.tables import AuditEntry
 from tests.keys import create_key
 from tests.migrated import database_in
@@ -40,6 +42,20 @@ def test_the_operator_s_part(tmp_path: Path) -> None:
         assert run(tmp_path, "credit", "grant", *acme, "--usd", amount).exit_code == 2
     assert "0 to 4,000,000,000 dollars" in run(tmp_path, "credit", "grant", *acme, "--usd", "4000000000.1").output
     assert run(tmp_path, "credit", "grant", "--org", "nobody", "--usd", "1").exit_code == 2
+
+
+def test_alerts_are_listed_until_a_person_has_seen_to_them(tmp_path: Path) -> None:
+    database, now = database_in(tmp_path), datetime(2026, 11, 29, 12, tzinfo=UTC)
+    for ref in ("re_1", "re_2"):
+        told = {"kind": "refund_by_hand", "ref": ref, "message": f"refund {ref}: book it by hand"}
+        database.write_now(lambda session, told=told: raise_alert(session, **told, now=now))  # type: ignore[misc]
+    database.close()
+    second = "2\t2026-11-29 12:00\trefund_by_hand\tthe operator\trefund re_2: book it by hand\n"
+    assert second in run(tmp_path, "alert", "list").output
+    assert run(tmp_path, "alert", "resolve", "1").exit_code == 0
+    assert run(tmp_path, "alert", "list").output == second
+    for number in ("1", "3"):
+        assert run(tmp_path, "alert", "resolve", number).exit_code == 2
 
 
 def test_a_balance_that_could_not_be_stored_is_refused_by_name(tmp_path: Path) -> None:

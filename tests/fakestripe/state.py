@@ -170,6 +170,14 @@ class Stripe:
         self.tell("checkout.session.completed", session)
         return payment
 
+    def expire_checkout(self, session_id: str) -> None:
+        """A day has passed: the payment of an open session is cancelled with it."""
+        session = self.get("checkout.session", session_id)
+        session["status"] = "expired"
+        if session["payment_intent"]:
+            self.change("payment_intent.canceled", self.objects[session["payment_intent"]], status="canceled")
+        self.tell("checkout.session.expired", session)
+
     def refund(self, payment_id: str, cents: int, status: str = "succeeded") -> Form:
         payment = self.get("payment_intent", payment_id)
         refund = self.add("re", "refund", amount=cents, currency="usd", payment_intent=payment["id"], status=status)

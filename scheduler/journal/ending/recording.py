@@ -8,7 +8,6 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
 
 import numpy as np
 from weft.wire.binary.sample_codec import decode_sample_response
@@ -38,11 +37,6 @@ class Ended:
     unrecorded: str = ""
 
 
-class Recorder(Protocol):
-    async def record(self, op: Operation, done: Done) -> Ended | None:
-        """Store a worker's answer. Returns once it is durable; None if it already was, or another process stores it."""
-
-
 class DatabaseRecorder:
     def __init__(
         self, database: Transactions, blobs: Blobs, prices: PriceList, room: Room, answers: Answers, samplers: Samplers
@@ -52,6 +46,7 @@ class DatabaseRecorder:
         self._answers, self._samplers = answers, samplers
 
     async def record(self, op: Operation, done: Done) -> Ended | None:
+        """Store a worker's answer. Returns once it is durable; None if it already was."""
         with logs.on(**op.facts):
             ended = await self._record(op, done)
             if ended is not None:

@@ -149,8 +149,11 @@ def test_the_last_of_it_can_be_had_and_nothing_beyond(till: Till) -> None:
 
 def test_what_helps_an_empty_wallet(till: Till) -> None:
     till.mode("prepaid")
-    assert till.refused(1).remedy.startswith("top up, or wait until running operations")
-    assert till.refused(0).remedy == "top up"
+    assert till.refused(1).remedy == till.refused(0).remedy == "top up"
+    till.database.write_now(lambda session: give(session, "a", 5))
+    till.accept(5)
+    assert till.refused(5).remedy.startswith("top up, or wait until running operations")
+    assert till.refused(6).remedy == "top up"
 
 
 def test_the_expiry_of_a_grant_takes_nothing_that_is_held_or_owed(till: Till) -> None:

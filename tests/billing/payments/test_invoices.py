@@ -64,6 +64,11 @@ def _alerts(payments: Payments) -> list[str]:
         return [alert.kind for alert in session.query(Alert).order_by(Alert.id)]
 
 
+def _open_alerts(payments: Payments) -> list[str]:
+    with payments.database.read() as session:
+        return [alert.message for alert in session.query(Alert).filter_by(resolved_at=None)]
+
+
 def test_a_month_from_use_to_payment(payments: Payments, org_id: str) -> None:
     payments.use(org_id, "prefill", 999)  # below what Stripe counts in
     assert _end_november(payments) == {"closed": 1}
@@ -395,6 +400,45 @@ def test_an_invoice_that_differs_raises_an_alert(payments: Payments, org_id: str
     stripe.invoice(payments.customer(org_id), *NOVEMBER)
     _tell(payments)
     assert _alerts(payments) == ["invoice_differs"]
+
+
+def test_an_invoice_that_comes_before_its_month_is_closed_is_an_alert_only_if_the_month_stays_open(
+    payments: Payments, org_id: str
+) -> None:
+    """Stripe's is final an hour after the month; ours is closed by a job that runs every hour."""
+
+    def wait(times: int, seconds: int) -> None:
+        for _ in range(times):
+            payments.wait(seconds)
+            process_webhooks(payments.context)
+
+    stripe = payments.fake.stripe
+    stripe.now = DECEMBER.timestamp() + 3600
+    put_meter_events(payments.context)
+    send_meter_events(payments.context)
+    stripe.invoice(payments.customer(org_id), *NOVEMBER)
+    _tell(payments)
+    wait(10, 300)
+    assert _alerts(payments) == []
+    wait(50, 3600)
+    assert _alerts(payments) == ["webhook_stuck"]
+    assert close_invoices(payments.context) == {"closed": 1}
+    wait(1, 3600)
+    assert _invoice(payments).status == "open"
+    assert _open_alerts(payments) == []
+
+
+def test_what_a_paid_invoice_leaves_to_book_is_told_instead_of_that_it_differs(payments: Payments, org_id: str) -> None:
+    _end_november(payments)
+    stripe, customer = payments.fake.stripe, payments.customer(org_id)
+    invoice = stripe.print_invoice(customer, *NOVEMBER, 100, "subscription_cycle", {"weft": "meters"})
+    _tell(payments)
+    (told,) = _open_alerts(payments)
+    assert "beside what was used in 2026-11" in told
+    stripe.pay_invoice(invoice)
+    _tell(payments)
+    (told,) = _open_alerts(payments)
+    assert "book them by hand" in told
 
 
 def test_a_second_close_changes_nothing(payments: Payments, org_id: str) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from sqlalchemy import update
+from sqlalchemy.orm import Session
 from starlette.testclient import TestClient
 
 from api.server.app import front
 from api.state.service import Service
+from billing.money.accounts import Accounts, OutOfMoney, Payer
+from billing.money.wallets import set_mode
 from billing.payments import inbox
 from billing.payments.client import stripe_client
 from billing.payments.events import effect_of
@@ -25,7 +28,7 @@ from scheduler.jobs.running import run_now
 from scheduler.journal.journal import Journal
 from store.settings import Settings
 from store.tables import Alert, Organisation, StripeWebhookEvent
-from tests.billing.payments.kit import Payments
+from tests.billing.payments.kit import START, Payments
 from tests.fakestripe.server import WEBHOOK_SECRET
 from tests.fakestripe.webhooks import signed
 from tests.keys import create_key
@@ -229,6 +232,24 @@ def test_money_of_an_invoice_that_came_back_is_told_of_as_well(door: Door, what:
     assert door.ledger() == []
 
 
+def test_who_is_refused_while_a_payment_is_disputed_is_told_so(door: Door) -> None:
+    database, org_id, stripe = door.payments.database, door.org_id, door.payments.fake.stripe
+    database.write_now(lambda session: set_mode(session, org_id, "prepaid", 0))
+
+    def hold(session: Session) -> None:
+        Accounts(session, {Payer(org_id)}, {door.payments.now}, door.payments.now).hold(Payer(org_id), 1, START)
+
+    dispute = stripe.dispute(door.paid("5")["id"])
+    door.deliver(*door.told)
+    with pytest.raises(OutOfMoney) as refused:
+        database.write_now(hold)
+    assert refused.value.figures.endswith("may be owed; a payment of 5.00 USD is disputed (fraudulent)")
+    assert refused.value.remedy == "top up"
+    stripe.change("charge.dispute.closed", dispute, status="won")
+    door.deliver(*door.told)
+    database.write_now(hold)
+
+
 def test_an_inquiry_takes_nothing(door: Door) -> None:
     door.payments.fake.stripe.dispute(door.paid()["id"], status="warning_needs_response")
     door.deliver(*door.told)
@@ -274,6 +295,19 @@ def test_a_declined_card_credits_nothing_and_the_next_try_does(door: Door) -> No
     door.payments.fake.stripe.finish_checkout(checkout["id"])
     door.deliver(*door.told)
     assert door.ledger() == [("topup", 25 * USD)]
+    assert door.open_alerts() == []
+
+
+@pytest.mark.parametrize("told", ["at once", "together"])
+def test_a_declined_topup_that_is_given_up_is_no_alert_any_more(door: Door, told: str) -> None:
+    stripe = door.payments.fake.stripe
+    checkout = door.topup("25")
+    stripe.finish_checkout(checkout["id"], decline="insufficient_funds")
+    if told == "at once":
+        door.deliver(*door.told)
+        assert door.alerts() == ["payment_declined"]
+    stripe.expire_checkout(checkout["id"])
+    door.deliver(*door.told)
     assert door.open_alerts() == []
 
 
@@ -412,7 +446,7 @@ def test_a_clock_that_was_ahead_puts_off_no_event_for_years(door: Door) -> None:
     (event, *_) = door.told
     door.webhook(event)
     ahead = door.payments.now + timedelta(days=3650)
-    door.payments.database.write_now(lambda session: inbox.failed(session, event["id"], "away", ahead))
+    door.payments.database.write_now(lambda session: inbox.failed(session, event["id"], OSError("away"), ahead))
     process_webhooks(door.payments.context)
     assert door.ledger() == [("topup", 25 * USD)]
 

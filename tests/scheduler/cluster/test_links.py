@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -617,16 +618,28 @@ def test_a_listener_says_when_redis_is_away_and_that_it_may_have_missed_somethin
     listener.stop()
 
 
-@pytest.mark.parametrize("full", ["memory", "disk"])
-def test_a_redis_that_is_full_is_away_until_there_is_room(tmp_path: Path, full: str) -> None:
+def busy(client: Any) -> bool:
+    try:
+        return not client.ping()
+    except redis.ResponseError:
+        return True
+
+
+@pytest.mark.parametrize("why", ["memory", "disk", "a script"])
+def test_a_redis_that_is_full_or_busy_is_away_until_it_is_not(tmp_path: Path, why: str) -> None:
     """Otherwise workers would die of it, tasks of servers would end, and rate-limited requests would fail."""
     folder = tmp_path / "redis"
     folder.mkdir()
-    with redis_server("--save", "3600 1", "--dir", str(folder)) as own:
+    options = ("--save", "3600 1", "--dir", str(folder), "--busy-reply-threshold", "50")
+    with redis_server(*options) as own, ExitStack() as end:
         client, queue, told, board = redis.Redis.from_url(own), RedisQueue(own), Broadcasts(own), BacklogBoard(own)
         limits, limit = SharedRates(own), Charge("organisation", "o", "requests_per_minute", 1, 1)
-        if full == "memory":
+        if why == "memory":
             client.config_set("maxmemory", 1)
+        elif why == "a script":
+            script = end.enter_context(ThreadPoolExecutor()).submit(client.eval, "while true do end", 0)
+            while not busy(client):
+                time.sleep(0.01)
         else:
             folder.rmdir()
             client.bgsave()
@@ -642,6 +655,9 @@ def test_a_redis_that_is_full_is_away_until_there_is_room(tmp_path: Path, full: 
             with pytest.raises(QueueUnreachable):
                 call()
         assert [limits._take([limit]) for _ in range(2)] == [None, None]
+        if why == "a script":
+            client.script_kill()
+            assert isinstance(script.exception(), redis.ResponseError)
         client.config_set("maxmemory", 0)
         client.config_set("stop-writes-on-bgsave-error", "no")
         assert queue.push(Item("a", ("m", "o", "interactive", "l"), 1))

@@ -21,7 +21,7 @@ from scheduler.links import loading
 from scheduler.links.contract import Item
 from scheduler.links.loading import Loading, announced
 from scheduler.order import presence
-from scheduler.order.operations import Draining, NewOperation, QueueFull, RunClosed, SequenceReused, Waiting
+from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFull, RunClosed, SequenceReused, Waiting
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
@@ -106,6 +106,37 @@ def test_no_replica_waits_for_the_database_in_its_event_loop(
 
     play(scenario)
     assert sorted(set(waited)) == []
+
+
+def test_whatever_redis_refuses_once_the_loops_of_a_replica_go_on(
+    play: Play, url: str, blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = list[str]()
+
+    def once(whose: Any, name: str) -> None:
+        call = getattr(whose, name)
+
+        def refuse(*arguments: Any) -> Any:
+            if name in refused:
+                return call(*arguments)
+            refused.append(name)
+            raise redis.ResponseError("NOPERM this user has no permissions to run the command")
+
+        monkeypatch.setattr(whose, name, refuse)
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        for replica in (one, two):
+            once(replica.queue, "settle")
+            once(replica.board, "exchange")
+        await until(lambda: "exchange" in refused)
+        async with generator(url, blobs):
+            for seq in range(3):
+                assert isinstance(await one.result(await one.journal.accept(sample(seq))), Outcome)
+            await until(lambda: "settle" in refused)
+        await until(lambda: one.journal.others == two.journal.others == 1)
+
+    play(scenario)
 
 
 def test_a_sample_whose_sampler_is_gone_holds_up_no_other(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

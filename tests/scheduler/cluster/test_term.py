@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from datetime import datetime, timedelta, tzinfo
 from typing import Any
 
@@ -12,6 +13,8 @@ from msgspec.structs import replace
 from sqlalchemy.exc import OperationalError
 
 from scheduler.cluster import election, term
+from scheduler.journal import gaps
+from scheduler.journal.rows import from_row
 from scheduler.links.messages import Done, Failure
 from scheduler.order.operations import Outcome
 from store import tables
@@ -126,6 +129,49 @@ def test_a_superseded_leader_deletes_nothing_of_a_run_that_it_believes_to_be_ove
         await until(lambda: not blobs.listed("ops/*/*"))
 
     play(scenario)
+
+
+def test_a_leader_that_finds_itself_superseded_in_the_background_steps_down_and_logs_no_error(
+    play: Play,
+    url: str,
+    blobs: FolderBlobs,
+    postgres_database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.0)
+
+    def usurp(session: Any) -> None:
+        session.get_one(tables.JobLease, tables.LEADS).holder = "another"
+
+    async def scenario(one: Replica, two: Replica) -> None:
+        await one.lead()
+        async with trainer(url, blobs):
+            await two.result(await two.journal.accept(create(), run_row()))
+        old = one.leadership.term
+        assert old is not None
+        for task in (one.leadership._elections, *old._tasks):  # it is stopped, and notices nothing
+            task.cancel()  # type: ignore[union-attr]
+        behind_a_gap = await two.journal.accept(train(2))
+        row = await postgres_database.write(lambda session: session.get_one(tables.Operation, behind_a_gap))
+        await postgres_database.write(usurp)
+        op, training = from_row(row), old.journal.training
+        lane = training.runs[RUN]
+        for begin in (
+            lambda: training.enqueue(op),
+            lambda: training.note_attempts(op),
+            lambda: training.finish(Done(op.id, b"result")),
+            lambda: training.setbacks.break_run(lane, "its snapshot is lost"),
+            lambda: training._forget(lane),
+        ):
+            old.over.clear()
+            begin()
+            async with asyncio.timeout(5):
+                await old.over.wait()
+
+    play(scenario)
+    gc.collect()
+    assert [each.getMessage() for each in caplog.records if each.name == "asyncio"] == []
 
 
 def test_what_redis_lost_behind_many_samples_that_wait_for_long_is_queued_again(

@@ -29,8 +29,7 @@ from billing.money.budgets import set_budget
 from billing.money.wallets import set_mode
 from billing.prices import KINDS, load_prices
 from scheduler.cluster import fence
-from scheduler.cluster.fence import Fenced
-from scheduler.cluster.leading_journal import FencedRecorder
+from scheduler.cluster.fence import Fenced, Superseded
 from scheduler.journal.accepting.acceptance import Acceptance
 from scheduler.journal.accepting.admission import Admission
 from scheduler.journal.accepting.backlog import Backlog
@@ -38,7 +37,7 @@ from scheduler.journal.accepting.in_flight import InFlight
 from scheduler.journal.accepting.numbers import known
 from scheduler.journal.ending.meters import Meters
 from scheduler.journal.ending.outcomes import Answers
-from scheduler.journal.ending.recording import DatabaseRecorder, Recorder
+from scheduler.journal.ending.recording import DatabaseRecorder
 from scheduler.journal.rows import from_row
 from scheduler.journal.samples.samplers import Samplers
 from scheduler.links.messages import Done, Failure, OpKind
@@ -109,8 +108,8 @@ class Replica:
         self._admission = Admission(acceptance, self._room, backlog, InFlight(), answers, Meters(), self)
         self.recorder = self._recorder(database)
 
-    def leader(self, token: str) -> Recorder:
-        return FencedRecorder(self._recorder(Fenced(self.database, token)))
+    def leader(self, token: str) -> DatabaseRecorder:
+        return self._recorder(Fenced(self.database, token))
 
     def _recorder(self, database: Transactions) -> DatabaseRecorder:
         answers = Answers(database, self._blobs)
@@ -158,7 +157,7 @@ class Program:
         self.ends: defaultdict[str, list[tuple[bytes | None, int]]] = defaultdict(list)
         self.answers: defaultdict[str, list[tuple[bytes | None, int]]] = defaultdict(list)
         self.terms = 0
-        self.leads: list[Recorder] = []
+        self.leads: list[DatabaseRecorder] = []
 
     # ---- what is done
 
@@ -236,7 +235,8 @@ class Program:
         if len(self.leads) > 1 and (queued := self.rows("state = 'queued' AND kind <> 'sample'")):
             with self.direct.read() as session:
                 op = from_row(session.get_one(tables.Operation, self.draw.choice(queued)[0]))
-            assert await self.leads[-2].record(op, self.done(op, 9)[0]) is None
+            with pytest.raises(Superseded):
+                await self.leads[-2].record(op, self.done(op, 9)[0])
             assert self.rows(f"id = '{op.id}' AND state = 'queued'"), "ended by one that does not lead"
 
     async def top_up(self) -> None:
