@@ -111,7 +111,7 @@ def serve(
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:
-        refuse(str(error))
+        refuse(str(error), 1 if isinstance(error, server.Away) else 2)
     sys.exit(code)
 
 

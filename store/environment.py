@@ -40,6 +40,10 @@ class SettingsError(ValueError):
     """The settings cannot be used; the message is one line for the operator."""
 
 
+class Unreachable(SettingsError):
+    """What the settings name does not answer; it may do so later."""
+
+
 def from_environment(settings: Collection[str]) -> dict[str, Any]:
     """The settings in the environment: those in `settings` by name, and those of their sections. Raises
     SettingsError."""

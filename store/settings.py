@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from store.cgroups import cores
-from store.environment import SettingsError as SettingsError
+from store.environment import SettingsError as SettingsError, Unreachable as Unreachable
 from store.people.oidc_settings import OidcSettings
 
 #: Databases and workers take no larger number than 64 bits hold.

@@ -121,7 +121,7 @@ def blobs_to_change(settings: Settings, database: Database) -> Blobs:
         refuse(str(error))
 
 
-def refuse(message: str) -> NoReturn:
-    """Report a mistake of the operator: one line, and exit code 2."""
+def refuse(message: str, code: int = 2) -> NoReturn:
+    """End the command with one line for the operator, and the exit code; 2 is for their mistakes."""
     click.echo(f"weftd: {message}", err=True)
-    sys.exit(2)
+    sys.exit(code)

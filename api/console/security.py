@@ -185,9 +185,11 @@ def local_path(value: str) -> str:
 
 def _here(request: Request) -> str:
     if request.method not in SAFE_METHODS or "hx-request" in request.headers:
-        return _split(request.headers.get("hx-current-url", PREFIX + "/")).path
-    path: str = request.scope["path"]
-    return path + (f"?{request.url.query}" if request.url.query else "")
+        page = _split(request.headers.get("hx-current-url", PREFIX + "/"))
+        path, query = page.path, page.query
+    else:
+        path, query = request.scope["path"], request.url.query
+    return path + (f"?{query}" if query else "")
 
 
 class SecurityHeaders:

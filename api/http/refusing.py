@@ -36,6 +36,9 @@ log = logging.getLogger("weft.api")
 
 #: Longer paths are not compared with the existing ones.
 LONGEST_PATH = 128
+#: How long the answer is held when a store is away or nobody expected the failure: the official client asks for a
+#: result again as soon as it has a 500 or 503, hundreds of times a second.
+HELD_S = 1.0
 
 
 def anywhere(error: ApiError) -> Response:
@@ -77,7 +80,9 @@ def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> 
     @app.exception_handler(PoolTimeout)
     @app.exception_handler(OSError)
     async def store_error(_request: Request, error: Exception) -> Response:
-        return anywhere(away(error))
+        refusal = away(error)
+        await asyncio.sleep(HELD_S)
+        return anywhere(refusal)
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:
@@ -127,5 +132,6 @@ class LastResort:
             log.exception("error %s in %s %s", error_id, scope["method"], route)
             if started:
                 raise  # part of the answer is sent: only closing the connection tells the client
+            await asyncio.sleep(HELD_S)
             why = f"internal error {error_id}: the operator finds it in the server's log under this id"
             await anywhere(ApiError(why, request_id=error_id))(scope, receive, send)

@@ -64,18 +64,20 @@ class SigningIn:
         flow = Flow(random(32), random(32), random(48), next, org_id, invitation, fresh)
         return await self._address(flow), self._fernet.encrypt(orjson.dumps(asdict(flow))).decode()
 
-    def begun(self, cookie: str) -> Flow | None:
-        """The sign-in in a cookie; None if the cookie is not ours, was changed, or is too old."""
+    def begun(self, cookie: str, state: str) -> Flow | None:
+        """The sign-in in a cookie; None if the cookie is not ours, was changed, is too old, or is of a sign-in with
+        another `state` (RFC 6749, 10.12)."""
         try:
-            return Flow(**orjson.loads(self._fernet.decrypt(cookie.encode(), ttl=LIFE_S)))
+            flow = Flow(**orjson.loads(self._fernet.decrypt(cookie.encode(), ttl=LIFE_S)))
         except (InvalidToken, UnicodeEncodeError, TypeError, ValueError):
             return None
+        return flow if hmac.compare_digest(state.encode(), flow.state.encode()) else None
 
     async def finish(self, flow: Flow, answer: Mapping[str, str]) -> Account:
         """The account that has signed in, from the query with which the provider sent the browser back. Raises
         NotProved, Unwelcome and ProviderError."""
         settings = self.provider.settings
-        code = await self._code_in(flow, answer)
+        code = await self._code_in(answer)
         tokens = await self.provider.exchange(code, flow.verifier)
         now = datetime.now(UTC)
         claims = checked(settings, tokens, await self.provider.keys(), flow.nonce, now)
@@ -115,10 +117,8 @@ class SigningIn:
             )
         )
 
-    async def _code_in(self, flow: Flow, answer: Mapping[str, str]) -> str:
-        """The code in the provider's answer, checked to belong to this sign-in (RFC 6749, 4.1.2; RFC 9207)."""
-        if not hmac.compare_digest(answer.get("state", "").encode(), flow.state.encode()):
-            raise NotProved("the answer is not to the sign-in that this browser began (state)")
+    async def _code_in(self, answer: Mapping[str, str]) -> str:
+        """The code in the provider's answer, checked to be of this issuer (RFC 6749, 4.1.2; RFC 9207)."""
         metadata, issuer = await self.provider.metadata(), answer.get("iss")
         if issuer != metadata.issuer and (issuer or metadata.authorization_response_iss_parameter_supported):
             raise NotProved("the answer is of another issuer (iss)")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 import orjson
@@ -100,7 +101,10 @@ class Provider:
         grant = "authorization_code"
         body = prepare_token_request(grant, code=code, redirect_uri=self.redirect_uri, code_verifier=verifier)
         headers = {"content-type": "application/x-www-form-urlencoded", "accept": "application/json"}
-        auth = ClientAuth(self.settings.client_id, secret, method)
+        client = self.settings.client_id, secret
+        if method == "client_secret_basic":  # RFC 6749, 2.3.1: encoded first, which Authlib leaves to its caller
+            client = quote(client[0], safe=""), quote(client[1], safe="")
+        auth = ClientAuth(*client, method)
         uri, headers, body = auth.prepare("POST", metadata.token_endpoint, headers, body)
         found = await self._asked("POST", uri, headers, body)
         given = found.get("id_token"), found.get("access_token")

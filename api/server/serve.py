@@ -29,7 +29,7 @@ from api.server.workers.worker_programs import embedded_workers, new_nursery
 from billing.prices import PriceList, load_prices
 from store import logs, tracing
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
-from store.settings import Settings, SettingsError
+from store.settings import Settings, SettingsError, Unreachable
 from workers.model.card import ModelCard, read_card
 from workers.model.planning.plan import DoesNotFit
 from workers.model.tiny import TINY_NAME, TINY_PATH
@@ -53,13 +53,17 @@ class CannotServe(RuntimeError):
     """The server cannot start."""
 
 
+class Away(CannotServe):
+    """It cannot start now: what it needs does not answer, and may do so later."""
+
+
 @contextmanager
 def refusing(*kinds: type[Exception]) -> Iterator[None]:
     """Raise errors of these kinds, whose text is for the operator, as CannotServe."""
     try:
         yield
     except kinds as error:
-        raise CannotServe(str(error)) from None
+        raise (Away if isinstance(error, Unreachable) else CannotServe)(str(error)) from None
 
 
 @refusing(SettingsError, tracing.TracingError, DoesNotFit)
@@ -192,9 +196,13 @@ def _unusable_folder(data_dir: Path, error: OSError) -> CannotServe:
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
     if isinstance(error, OSError) and error.filename and error.errno != errno.ENOSPC:
         return _unusable_folder(settings.data_dir, error)
+    from sqlalchemy.exc import OperationalError
+
     reason = logs.in_a_line(error)
     if settings.database_url:
-        return CannotServe(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
+        server = not settings.database_url.startswith("sqlite")
+        kind = Away if server and isinstance(error, OperationalError) else CannotServe
+        return kind(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
     with suppress(OSError):
         if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # with a full disk SQLite may only say "disk I/O error"
             reason += "; the disk of this folder is full: make room"

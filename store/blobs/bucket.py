@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from store.blobs.contract import StoreAway
-from store.settings import SettingsError
+from store.settings import SettingsError, Unreachable
 
 try:
     import obstore
@@ -150,9 +150,8 @@ class Bucket:
                 yield
         except (BaseError, OSError, Panicked) as error:
             code, _ = _reason(error)
-            raise SettingsError(
-                f"blob_url {self.url} at {self._endpoint}: {_REMEDIES.get(code, code)} ({code})"
-            ) from None
+            kind = SettingsError if code in _REMEDIES and code != "Unreachable" else Unreachable
+            raise kind(f"blob_url {self.url} at {self._endpoint}: {_REMEDIES.get(code, code)} ({code})") from None
 
     def put(self, key: str, data: bytes | Path) -> None:
         with self._asked():

@@ -30,12 +30,13 @@ from click.testing import CliRunner
 from weft.version import __version__
 
 from api.cli import COMMANDS, main, weftd as command
-from api.server.serve import CannotServe, _serve, only_one, open_database
+from api.server.serve import Away, CannotServe, _serve, only_one, open_database
 from billing.prices import load_prices
 from store import tables
 from store.database.db import Database
 from store.load_settings import load_settings
 from store.people import keys
+from store.settings import Settings
 from tests.forked import Forked
 from tests.servers import free_port
 
@@ -148,6 +149,26 @@ def refused(*arguments: str, mode: str = "") -> str:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, ""), err
     return err
+
+
+@pytest.mark.parametrize(("driver", "error"), [("postgresql+psycopg", Away), ("postgresql+nothing", CannotServe)])
+def test_a_database_that_does_not_answer_is_no_mistake_in_the_settings(
+    tmp_path: Path, driver: str, error: type[CannotServe]
+) -> None:
+    url = f"{driver}://w:w@127.0.0.1:{free_port()}/weft"
+    with pytest.raises(CannotServe, match="database_url") as refused:
+        open_database(Settings(data_dir=tmp_path, database_url=url))
+    assert type(refused.value) is error
+
+
+@pytest.mark.parametrize(("error", "code"), [(Away, 1), (CannotServe, 2)])
+def test_what_may_be_there_later_has_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[CannotServe], code: int
+) -> None:
+    """deploy/weftd.service starts it again after the one, and not after the other."""
+    monkeypatch.setattr("api.server.serve.serve", Mock(side_effect=error("no answer")))
+    found = CliRunner().invoke(command, ["serve", "--data-dir", str(tmp_path)])
+    assert (found.exit_code, found.output) == (code, "weftd: no answer\n")
 
 
 def test_serves_until_sigterm_and_drains(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
@@ -120,6 +121,24 @@ def test_what_any_path_may_have_openais_client_can_read(
     assert told.body["message"]
     assert told.code in ("method_not_allowed", "internal", "cannot_store")
     assert "secret" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"), [(OperationalError("SELECT", {}, Exception("gone")), 503), (RuntimeError(), 500)], ids=repr
+)
+def test_who_asks_again_at_once_after_a_failure_is_slowed_down(
+    world: World, monkeypatch: pytest.MonkeyPatch, fault: Exception, status: int
+) -> None:
+    """The official client asks for a result again as soon as it has a 500 or 503."""
+
+    async def broken(*_: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr("api.routes.computing.futures.read_json", broken)
+    monkeypatch.setattr("api.http.refusing.HELD_S", 0.3)
+    began = time.monotonic()
+    assert world.call("POST", "retrieve_future", json={"request_id": "x"}).status_code == status
+    assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.parametrize(

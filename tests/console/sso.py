@@ -13,7 +13,7 @@ from tests.console.conftest import SAME_SITE, Console
 from tests.console.provider import Liar
 
 PUBLIC = "http://localhost:8000"
-SECRET = "the-secret-of-the-client"
+SECRET = "the+secret%2Bof=the:client"  # as `openssl rand -base64` may make one, and worse
 GROUPS = [
     {"group": "weft-acme", "organisation": "Acme Research", "role": "member"},
     {"group": "weft-acme-admins", "organisation": "Acme Research", "role": "admin"},

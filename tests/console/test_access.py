@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
@@ -159,6 +160,12 @@ def test_what_is_no_url_is_no_site_and_no_page(console: Console) -> None:
     reply = console.http.get("/console/", headers={"hx-request": "true", "hx-current-url": "http://["})
     assert (reply.status_code, "next=" in reply.headers["hx-redirect"]) == (401, True)
     assert console.http.get("/console/login", params={"next": "//["}).status_code == 200
+
+
+def test_a_part_leads_back_to_its_page_with_its_filters(console: Console) -> None:
+    headers = {"hx-request": "true", "hx-current-url": "http://testserver/console/runs?state=live&page=2"}
+    to = console.http.get("/console/runs?page=2", headers=headers).headers["hx-redirect"]
+    assert httpx.URL(to).params["next"] == "/console/runs?state=live&page=2"
 
 
 def test_a_token_is_of_one_session(console: Console) -> None:

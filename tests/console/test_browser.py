@@ -20,6 +20,7 @@ from tests.console.provider import provider_process
 from tests.console.screenshots import sign_in
 from tests.console.sso import person, take_provider
 from tests.fakestripe import fake_stripe
+from tests.servers import free_port
 
 pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs Chromium at {CHROMIUM}")
 
@@ -150,6 +151,16 @@ def test_signing_in_by_a_provider(console: Console, open_page: Open) -> None:
         page.get_by_role("button", name="Authorize").click()
         page.wait_for_url(f"{console.url}/console/")
         assert violations(page) == []
+    console.app.state.service = service
+
+
+def test_a_provider_that_is_away_is_said(console: Console, open_page: Open) -> None:
+    service = console.app.state.service
+    take_provider(console, f"http://localhost:{free_port()}", public_url=console.url)
+    page = open_page(role=None, refusals=True)
+    page.goto(f"{console.url}/console/login")
+    page.get_by_role("button", name="Sign in with Corp").click()
+    expect(page.locator("#toast")).to_contain_text("cannot be asked just now")
     console.app.state.service = service
 
 

@@ -224,6 +224,11 @@ class TestTheWay:
             assert come_back(sso, f"/console/sso/callback?{wrong}").status_code == 400
         assert nobody_entered(sso)
 
+    def test_of_two_tabs_the_one_that_began_last_finishes(self, sso: Console, liar: Liar) -> None:
+        first, last = (at_provider(begin(sso), "ada") for _ in range(2))
+        assert come_back(sso, first).status_code == 400
+        assert come_back(sso, last).status_code == 303
+
     def test_in_a_browser_that_did_not_begin(self, sso: Console, liar: Liar) -> None:
         """Login CSRF: an attacker's answer in another person's browser, whether or not they have begun to sign in."""
         back = at_provider(begin(sso), "ada")

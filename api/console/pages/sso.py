@@ -42,7 +42,10 @@ _OPEN = declare(scope="public", limit="poll")
 #: How long the browser keeps a sign-in that it has begun.
 COOKIE_LIFE_S = 600
 AWAY = "The sign-in provider cannot be asked just now. Try again in a minute; if it stays so, ask {contact}."
-NOT_BEGUN = "This sign-in was not begun in this browser, or more than ten minutes ago. Begin again."
+NOT_BEGUN = (
+    "This sign-in was not begun in this browser, or more than ten minutes ago, or another was begun after it. "
+    "Begin again."
+)
 NOT_PROVED = "The provider's answer does not prove who you are. Begin again; if it stays so, ask {contact}."
 NO_GROUP = (
     "You are signed in at {name} as {email}, and nothing here is open to you: you are in no group that Weft knows."
@@ -79,18 +82,20 @@ async def begin(
 async def callback(request: Request, service: ServiceDep) -> Response:
     """Where the provider sends the browser back to."""
     service.attempts.check(request)
-    response = await _answered(request, service, _signing_in(service))
+    signing_in = _signing_in(service)
+    flow = signing_in.begun(request.cookies.get(flow_cookie(request), ""), request.query_params.get("state", ""))
+    if flow is not None:
+        response = await _answered(request, service, signing_in, flow)
+        take_cookie(request, response, flow_cookie(request))
+    else:  # the cookie may be of a sign-in in another tab, which can still be finished
+        response = _refused(request, service, 400, NOT_BEGUN)
     if response.status_code >= 400:
         service.attempts.note(request)
-    take_cookie(request, response, flow_cookie(request))
     return response
 
 
-async def _answered(request: Request, service: Service, signing_in: SigningIn) -> Response:
+async def _answered(request: Request, service: Service, signing_in: SigningIn, flow: Flow) -> Response:
     settings = service.settings.oidc
-    flow = signing_in.begun(request.cookies.get(flow_cookie(request), ""))
-    if flow is None:
-        return _refused(request, service, 400, NOT_BEGUN)
     try:
         account = await signing_in.finish(flow, request.query_params)
         entered = await _enter(request, service, flow, account)

@@ -23,7 +23,8 @@
   }
   document.body.addEventListener("htmx:responseError", (event) => {
     const { status, responseText } = event.detail.xhr;
-    tell(status < 500 && responseText.length < 600 ? responseText : "That did not work (" + status + "). Try again.", true);
+    const ours = status < 500 || /^text\/plain/.test(event.detail.xhr.getResponseHeader("content-type")); // a proxy's is a page
+    tell(ours && responseText.length < 600 ? responseText : "That did not work (" + status + "). Try again.", true);
   });
   document.body.addEventListener("htmx:sendError", () => tell("The server cannot be reached.", true));
   const stops = () => $$("a[href], button, input, select, textarea", $("#main")).filter((one) => one.getClientRects().length);

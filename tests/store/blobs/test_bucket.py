@@ -20,7 +20,7 @@ from store.blobs.contract import StoreAway, is_lasting
 from store.blobs.objects import ObjectBlobs
 from store.blobs.opening import check_blobs
 from store.blobs.room import what_failed
-from store.settings import Settings, SettingsError
+from store.settings import Settings, SettingsError, Unreachable
 from tests.servers import OwnStore, free_port
 
 
@@ -117,6 +117,7 @@ def test_a_start_says_what_to_set(
     with pytest.raises(SettingsError) as refused:
         check_blobs(Settings(data_dir=tmp_path, blob_url=url))
     assert said in str(refused.value)
+    assert isinstance(refused.value, Unreachable) == ("nothing answers" in said)
     assert url in str(refused.value)
     assert "secret-of-weft" not in str(refused.value)
 
