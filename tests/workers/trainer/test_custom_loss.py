@@ -30,6 +30,8 @@ from scheduler.links.messages import OpKind, loss_ref
 from tests.workers.trainer.kit import Bench, ce_data, multi_data, output, rl_data
 from workers.trainer.losses.custom_graph import run_custom_loss
 
+RANKS_OF_PLACES = {"logprobs": 1, "places": 1}
+
 
 def clipped(logprobs, advantages, q):
     ratio = torch.exp(logprobs - q)
@@ -398,6 +400,35 @@ def test_tuples_of_tuples_are_refused_when_they_come(first: Any) -> None:
     loss = parse_custom_loss("loss", [("logprobs", 1)], growing(first))
     with pytest.raises(CustomLossError, match=r"node t[0-9]+ .operator.add.: .*more than 128 values"):
         check_upload(loss)
+
+
+@pytest.mark.parametrize(
+    "picked",
+    [
+        lambda logprobs, places: logprobs[places],
+        lambda logprobs, places: logprobs.gather(0, places),
+        lambda logprobs, places: torch.index_select(logprobs, 0, places),
+        lambda logprobs, places: torch.take_along_dim(logprobs, torch.abs(places), 0),
+    ],
+    ids=["index", "gather", "index_select", "take_along_dim"],
+)
+def test_an_input_may_be_an_index_if_it_comes_as_integers(picked: Any) -> None:
+    """What type an input has is not known before its data come; that of log-probabilities is."""
+    loss = stored(trace_loss(lambda logprobs, places: (picked(logprobs, places).sum(), {}), RANKS_OF_PLACES, "session"))
+    check_upload(loss)
+    logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    result, _ = run_custom_loss(loss, [logprobs, torch.tensor([2, 0, 2])])
+    result.backward()
+    assert result.item() == -7.0
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [1.0, 0.0, 2.0]
+    with pytest.raises(CustomLossError, match="an index must be integers"):
+        run_custom_loss(loss, [logprobs, torch.tensor([2.0, 0.0, 2.0])])
+    floats = stored(
+        trace_loss(lambda logprobs, places: (picked(logprobs, logprobs * places).sum(), {}), RANKS_OF_PLACES, "session")
+    )
+    with pytest.raises(CustomLossError, match="an index must be integers"):
+        check_upload(floats)
 
 
 def test_what_sizes_alone_make_impossible_is_left_to_the_data() -> None:

@@ -73,16 +73,17 @@ def plan_datum(loss: CustomLoss, inputs: Sequence[Shape]) -> DatumPlan:
             raise type(error)(f"{named(loss, node)}: {error}") from None
     for what, name in (("the loss", loss.loss), *loss.metrics.items()):
         _check_scalar(values[name], f"custom loss {loss.name!r}: {what}")
-    if values[loss.loss].kind != "f":
+    if values[loss.loss].kind not in "fu":
         raise CustomLossError(f"custom loss {loss.name!r}: the loss must be floating point")
     return DatumPlan(values, budget.work)
 
 
 def check_upload(loss: CustomLoss) -> None:
-    """Refuse a loss that no data could make possible: raises CustomLossError naming the node. Sizes that depend on the
-    data are not judged here."""
+    """Refuse a loss that no data could make possible: raises CustomLossError naming the node. Sizes and types that
+    depend on the data are not judged here."""
+    (_, rank), *others = loss.inputs
     try:
-        plan_datum(loss, [Shape((64,) * rank) for _, rank in loss.inputs])
+        plan_datum(loss, [Shape((64,) * rank), *(Shape((64,) * rank, "u") for _, rank in others)])
     except Unfit:
         return
 

@@ -85,7 +85,7 @@ class _Indexing:
         if part.kind == "f":
             raise CustomLossError("an index must be integers or a mask, not floating point")
         self.places.append(len(self.dims))
-        if part.kind == "i":
+        if part.kind in "iu":
             del self.left[:1]
             self.exact = self.exact and part.exact
             self.gathered.append(part)

@@ -102,7 +102,7 @@ def _gather(given: Given) -> Shape:
 
 
 def _integers(index: Shape) -> Shape:
-    if index.kind != "i":
+    if index.kind not in "iu":
         raise CustomLossError("an index must be integers")
     return index
 

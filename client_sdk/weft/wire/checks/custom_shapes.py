@@ -28,7 +28,7 @@ class Unfit(CustomLossError):
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor. `kind`: b truth values, i integers, f floating point."""
+    """A tensor. `kind`: b truth values, i integers, f floating point; u numbers of which it is not known yet."""
 
     dims: tuple[int, ...]
     kind: str = "f"
@@ -126,7 +126,7 @@ def kind_of(given: Given) -> str:
         for name, value in given.items()
         if is_number(value) and name in ("input", "other", "exponent", "alpha", "value", "min", "max")
     }
-    return next(kind for kind in "fib" if kind in kinds)
+    return next(kind for kind in "fuib" if kind in kinds)
 
 
 def all_exact(given: Given) -> bool:
