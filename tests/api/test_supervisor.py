@@ -44,6 +44,8 @@ class Server:
         self.links: list[socket.socket] = []
         self.heard: list[tuple[str, bytes]] = []
         self.closed = 0
+        self.stored = asyncio.Event()
+        self.stored.set()
 
     async def attach(self, role: str, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -52,6 +54,7 @@ class Server:
             while word := await loop.sock_recv(sock, 100):
                 self.heard.append((role, word))
         finally:
+            await self.stored.wait()
             self.closed += 1
             sock.close()
 
@@ -246,6 +249,24 @@ def test_a_worker_that_hangs_is_killed(
         await asyncio.sleep(0.3)
         await supervisor.stop(grace_s=0.1)
         assert supervisor.status()[0].last_exit == "was killed by SIGKILL"
+
+    run(main)
+
+
+def test_what_a_worker_has_said_and_cannot_be_stored_does_not_hold_up_the_stop(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the database is away: SIGTERM would then end no server."""
+    monkeypatch.setattr(supervising, "TERMINATE_S", 0.1)
+    monkeypatch.setattr(supervising, "STORE_WITHIN_S", 0.1)
+
+    async def main(supervisor: Supervisor, server: Server) -> None:
+        await supervisor.wait_attached()
+        server.stored.clear()
+        server.links[0].send(b"leave")
+        async with asyncio.timeout(10):
+            await supervisor.stop(grace_s=0.2)
+        assert supervisor.status()[0].pid is None
 
     run(main)
 

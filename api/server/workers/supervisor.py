@@ -36,6 +36,8 @@ STRANGER = "is of another version than the server, whose files were replaced whi
 STRANGER_S = 60.0
 #: Between SIGTERM and SIGKILL.
 TERMINATE_S = 3.0
+#: After SIGKILL, for what the workers have said to be stored. While the database is away that takes for ever.
+STORE_WITHIN_S = 10.0
 
 
 class WorkerFailed(RuntimeError):
@@ -91,18 +93,21 @@ class Supervisor:
             keeper.retire()
 
     async def stop(self, grace_s: float) -> None:
-        """Give workers that were told to drain `grace_s` to exit, then terminate, then kill. None is left after."""
+        """Give workers that were told to drain `grace_s` to exit, then terminate, then kill. None is left after. What
+        their links have not stored by then is given up."""
         self.retire()
         for keeper in self._keepers:
             if keeper.loading_since is not None:  # it holds no work, and cannot be told to drain
                 keeper.signal(signal.SIGTERM)
         if not await self._all_ended(grace_s):
-            for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
+            for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, STORE_WITHIN_S)):
                 for keeper in self._keepers:
                     keeper.signal(number)
                 if await self._all_ended(wait_s):
                     break
-        await asyncio.gather(*self._tasks)
+        for task in self._tasks:
+            if not task.cancel() and not task.cancelled():
+                task.result()
 
     def status(self) -> list[WorkerStatus]:
         return [keeper.status() for keeper in self._keepers]
@@ -112,7 +117,7 @@ class Supervisor:
         found = {keeper.program.role: keeper.loading_since for keeper in self._keepers}
         return {role: time.monotonic() - since for role, since in found.items() if since is not None}
 
-    async def _all_ended(self, timeout_s: float | None) -> bool:
+    async def _all_ended(self, timeout_s: float) -> bool:
         if not self._tasks:
             return True
         _, pending = await asyncio.wait(self._tasks, timeout=timeout_s)
