@@ -38,7 +38,8 @@ class Requests:
         headers, client = dict(scope["headers"]), scope.get("client")
         if client and FORWARDED in headers and not is_address(client[0]):
             client, scope = None, {**scope, "client": None}
-        become(Caller(None, SERVER.actor, client[0] if client else None))  # until it is known who asks
+        # until it is known who asks; without an address not None, which would be the server itself
+        become(Caller(None, SERVER.actor, client[0] if client else ""))
         request_id = request_id_of(headers)
         method = scope["method"]
         if method == "HEAD":  # answered like a GET, but without the body
