@@ -39,8 +39,7 @@ def check_step(request: OptimStepRequest, optimizer: str) -> dict[str, float]:
         refuse(problem.within("adam_params") for problem in adam_problems(request.adam_params))
         return request.adam_params.model_dump()
     given = request.optimizer_params or {}
-    if given.get("type") not in CONFIGS:
-        family_of(given, "optimizer_params")
+    refuse(optimizer_problems(given.get("type"), CONFIGS), "optimizer_params")
     if given["type"] == ADAMW:
         raise Invalid("optimizer_params: AdamW takes its parameters under the name adam_params")
     refuse(step_problems(given["type"], optimizer), "optimizer_params")

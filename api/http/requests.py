@@ -12,6 +12,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.state.addresses import is_address
 from api.state.traffic import NO_ANSWER, NO_ROUTE, Traffic
 from store import logs, tracing
 from store.database.caller import SERVER, Caller, become
@@ -20,6 +21,8 @@ from store.people.secret import new_id
 log = logging.getLogger(__name__)
 
 HEADER = b"x-request-id"
+#: Where proxies name their client. Who comes from a proxy's own address can write anything into it.
+FORWARDED = b"x-forwarded-for"
 #: A client's own request id, if it is accepted.
 _WELL_FORMED = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -32,9 +35,11 @@ class Requests:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        client = scope.get("client")
-        become(Caller(None, SERVER.actor, client[0] if client else None))  # until it is known who asks
-        headers = dict(scope["headers"])
+        headers, client = dict(scope["headers"]), scope.get("client")
+        if client and FORWARDED in headers and not is_address(client[0]):
+            client, scope = None, {**scope, "client": None}
+        # until it is known who asks; without an address not None, which would be the server itself
+        become(Caller(None, SERVER.actor, client[0] if client else ""))
         request_id = request_id_of(headers)
         method = scope["method"]
         if method == "HEAD":  # answered like a GET, but without the body

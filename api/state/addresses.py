@@ -7,6 +7,15 @@ import ipaddress
 #: The size of network that every customer of a provider has at least, and from which it can take addresses freely (RFC
 #: 6177).
 _PREFIX_BITS = 64
+#: The longest address, with its zone, that the audit log holds.
+_LONGEST = 64
+
+
+def is_address(text: str) -> bool:
+    try:
+        return len(text) <= _LONGEST and bool(ipaddress.ip_address(text))
+    except ValueError:
+        return False
 
 
 def holder(address: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -43,6 +44,17 @@ def test_a_loss_is_made_once_and_named_by_its_session(world: World) -> None:
     assert decode_custom_loss(stored).loss == "loss"
     again = world.post("create_custom_loss", body(session, function="torch.log"), status=400)
     assert "another loss already" in again["detail"]
+
+
+@pytest.mark.parametrize("number", ["1e400", "NaN", "1" + 400 * "0", "-9007199254740993"])
+def test_a_number_that_no_argument_can_be_is_refused(world: World, number: str) -> None:
+    """Not taken for null: clamp(min=None) is another loss."""
+    asked = body(world.session(), function="torch.clamp")
+    asked["graph"]["nodes"][1]["kwargs"] = {"min": "number"}
+    content = json.dumps(asked).replace('"number"', number)
+    reply = world.call("POST", "create_custom_loss", content=content)
+    assert reply.status_code == 400, reply.text
+    assert "graph node 'e': the number" in reply.json()["detail"]
 
 
 def test_refusals(world: World) -> None:

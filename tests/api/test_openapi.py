@@ -90,6 +90,22 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(described:
         assert set(operation["x-weft"]) == {"scopes", "counts", "meters"}
 
 
+def test_files_and_redirects_are_described_as_such(described: dict[str, Any]) -> None:
+    gets = {path: methods["get"] for path, methods in described["paths"].items() if "get" in methods}
+    archive = gets["/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/archive"]["responses"]
+    assert "200" not in archive
+    for responses in (archive, *(get["responses"] for path, get in gets.items() if "/downloads/" in path)):
+        assert "content" not in responses["302"]
+    files = [get["responses"]["200"] for path, get in gets.items() if re.search(r"{file}$|/files/|/sdk/|\.", path)]
+    assert len(files) == 7
+    assert not [answer for answer in files if "application/json" in answer.get("content", {})]
+
+
+def test_a_query_has_only_what_a_route_reads(described: dict[str, Any]) -> None:
+    (only,) = described["paths"]["/hub/api/models/{name}"]["get"]["parameters"]
+    assert (only["name"], only["in"]) == ("name", "path")
+
+
 def test_who_is_let_in_and_how_routes_refuse(world: World, described: dict[str, Any]) -> None:
     """Without a key, with a key that may do little, and with one that may do all, each with an empty body."""
     _, viewer = member(world, "viewer")

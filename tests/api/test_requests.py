@@ -51,6 +51,18 @@ def test_refusals_name_the_request_id(world: World, method: str, path: str, stat
     assert (reply.status_code, reply.json()["request_id"]) == (status, "mine-1"), reply.text
 
 
+@pytest.mark.parametrize("named", ["a" * 65, "unknown", "fe80::1%" + "a" * 65, "192.0.2.1", "::1"])
+def test_what_a_proxy_names_as_its_client_is_an_address_or_nobody(world: World, named: str) -> None:
+    """PostgreSQL's audit log has no room for other texts, and nobody is to be counted under one."""
+    transport = world.http._transport
+    transport.client = (named, 0)  # type: ignore[attr-defined]
+    world.call("POST", "create_session", json={"sdk_version": "1"}, headers={"x-forwarded-for": named})
+    with world.database.read() as session:
+        entry = session.scalars(select(AuditEntry).order_by(AuditEntry.id.desc())).first()
+    assert entry is not None
+    assert (entry.event, entry.ip) == ("session_created", named if named in ("192.0.2.1", "::1") else None)
+
+
 @pytest.mark.parametrize("path", ["/healthz", "/v1/models", "/openapi.json", "/api/v1/weft/usage", "/api/v1/asample"])
 def test_whoever_asks_for_the_head_is_told_what_a_get_would_answer_without_its_body(world: World, path: str) -> None:
     """Probes and `curl -I` send HEAD."""

@@ -80,10 +80,12 @@ def test_who_reads_much_at_once_leaves_threads_to_others(world: World) -> None:
     world.http.portal.call(story)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("door", ["key", "console"])
+@pytest.mark.parametrize("door", ["key", "console", "key of nobody"])
 def test_strangers_leave_threads_to_others(world: World, monkeypatch: pytest.MonkeyPatch, door: str) -> None:
     """Each guess at a key or a session is looked up in the database, whoever makes it."""
-    held, wrong = Held(), {"x-api-key": "tml-wrong"} if door == "key" else {"cookie": "weft_console=wrong"}
+    held, wrong = Held(), {"cookie": "weft_console=wrong"} if door == "console" else {"x-api-key": "tml-wrong"}
+    if door == "key of nobody":
+        wrong["x-forwarded-for"] = "unknown"
     monkeypatch.setattr(remembered, "REMEMBERED_S", 600.0)
     world.get("training_runs")  # from here on the key is known
 
@@ -91,7 +93,7 @@ def test_strangers_leave_threads_to_others(world: World, monkeypatch: pytest.Mon
         held.work()
 
     def guess(_: int) -> int:
-        reply = world.http.get("/v1/models" if door == "key" else "/console/", headers=wrong)
+        reply = world.http.get("/console/" if door == "console" else "/v1/models", headers=wrong)
         return int(reply.status_code)
 
     monkeypatch.setattr(keys, "find", nobody)

@@ -264,6 +264,8 @@ def test_optimizers() -> None:
     assert family_of({"type": "dimuon", "version": 1}, "optimizer_config") == "dimuon"
     with pytest.raises(Invalid, match=r"'sgd' is not supported.*adamw, dimuon"):
         family_of({"type": "sgd"}, "optimizer_config")
+    with pytest.raises(Invalid, match=r"\['adamw'\] is not supported"):
+        family_of({"type": ["adamw"]}, "optimizer_config")
     with pytest.raises(Malformed, match="version"):
         family_of({"type": "dimuon", "version": 2}, "optimizer_config")
 
@@ -281,6 +283,7 @@ def test_optimizers() -> None:
         ("adamw", {"optimizer_params": {"type": "dimuon", "learning_rate": 1}}, "optimizer is adamw"),
         ("adamw", {"optimizer_params": {"type": "adamw", "learning_rate": 1}}, "under the name adam_params"),
         ("dimuon", {"optimizer_params": {"type": "sgd"}}, "'sgd' is not supported"),
+        ("dimuon", {"optimizer_params": {"type": ["dimuon"]}}, "is not supported"),
         ("dimuon", {"optimizer_params": {"learning_rate": 1}}, "None is not supported"),
         ("dimuon", {"optimizer_params": {"type": "dimuon"}}, "learning_rate"),
         ("dimuon", {"optimizer_params": {"type": "dimuon", "learning_rate": 1, "damping": 2}}, "damping"),

@@ -32,7 +32,7 @@ async def trace_export(
     return TraceExportResponse(status="ready", url=service.signer.link(request, path, expires, who))
 
 
-@router.get("/{session_id}/trace.pftrace", **declare(scope="public", limit="call"))
+@router.get("/{session_id}/trace.pftrace", response_class=StreamingResponse, **declare(scope="public", limit="call"))
 async def fetch_trace(session_id: str, service: ServiceDep, who: LinkHolderDep) -> StreamingResponse:
     """The trace, for anyone who has the signed link."""
     await service.read(lambda session: session_by_id(session, who, session_id))

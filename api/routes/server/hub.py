@@ -46,23 +46,34 @@ class Repository:
         return NotFound(f"no {what} of the tokenizer of model {quote(self.name)}", headers={"x-error-code": code})
 
 
-async def repository(name: str, service: ServiceDep, who: PrincipalDep, revision: str = MAIN) -> Repository:
+async def repository(name: str, service: ServiceDep, who: PrincipalDep) -> Repository:
     try:
         folder = card_of(service, name).path
     except NotFound as error:
         raise NotFound(error.detail, headers={"x-error-code": "RepoNotFound"}) from None
-    found = Repository(name, folder, by_path(await tokenizer_files(folder)))
-    if revision not in (MAIN, found.sha):
-        raise found.missing(f"revision {quote(revision)}, only {MAIN},", "RevisionNotFound")
-    return found
+    return Repository(name, folder, by_path(await tokenizer_files(folder)))
 
 
 RepositoryDep = Annotated[Repository, Depends(repository)]
 
 
+async def at_revision(found: RepositoryDep, revision: str) -> Repository:
+    if revision not in (MAIN, found.sha):
+        raise found.missing(f"revision {quote(revision)}, only {MAIN},", "RevisionNotFound")
+    return found
+
+
+RevisionDep = Annotated[Repository, Depends(at_revision)]
+
+
 @router.get("/api/models/{name:path}/tree/{revision}", **declare(scope="any", limit="call"))
+async def tree(found: RevisionDep, recursive: bool = False) -> JSONResponse:
+    """The tokenizer files of a base model; `recursive`: and those in folders."""
+    return await folder_tree(found, "", recursive)
+
+
 @router.get("/api/models/{name:path}/tree/{revision}/{folder:path}", **declare(scope="any", limit="call"))
-async def tree(found: RepositoryDep, folder: str = "", recursive: bool = False) -> JSONResponse:
+async def folder_tree(found: RevisionDep, folder: str, recursive: bool = False) -> JSONResponse:
     """The tokenizer files of a base model in a folder; `recursive`: and in those within it."""
     inside = {file: sha256 for file, sha256 in found.files.items() if folder in ("", file.rpartition("/")[0])}
     if not inside:
@@ -74,17 +85,26 @@ async def tree(found: RepositoryDep, folder: str = "", recursive: bool = False) 
     )
 
 
-@router.get("/api/models/{name:path}", **declare(scope="any", limit="call"))  # of the two the one that is tried last
 @router.get("/api/models/{name:path}/revision/{revision}", **declare(scope="any", limit="call"))
-async def model(found: RepositoryDep) -> JSONResponse:
+async def model_at_revision(found: RevisionDep) -> JSONResponse:
     """A base model, of which the hub's clients get the tokenizer here."""
     files = [{"rfilename": file} for file in found.files]
     return JSONResponse({"id": found.name, "sha": found.sha, "private": True, "siblings": files})
 
 
-@router.head("/{name:path}/resolve/{revision}/{file:path}", **declare(scope="any", limit="call"))
-@router.get("/{name:path}/resolve/{revision}/{file:path}", **declare(scope="any", limit="call"))
-async def file(found: RepositoryDep, file: str) -> FileResponse:
+@router.get("/api/models/{name:path}", **declare(scope="any", limit="call"))  # after the paths that it would match
+async def model(found: RepositoryDep) -> JSONResponse:
+    """As above, of the only revision."""
+    return await model_at_revision(found)
+
+
+@router.head(
+    "/{name:path}/resolve/{revision}/{file:path}", response_class=FileResponse, **declare(scope="any", limit="call")
+)
+@router.get(
+    "/{name:path}/resolve/{revision}/{file:path}", response_class=FileResponse, **declare(scope="any", limit="call")
+)
+async def file(found: RevisionDep, file: str) -> FileResponse:
     """A tokenizer file of a base model."""
     if file not in found.files:
         raise found.missing(f"file {quote(file)}", "EntryNotFound")

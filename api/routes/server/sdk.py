@@ -27,13 +27,13 @@ _PAGE = """<!doctype html>
 
 
 @router.get("", include_in_schema=False, **declare(scope="public", limit="call"))
-@router.get("/", **declare(scope="public", limit="call"))
+@router.get("/", response_class=HTMLResponse, **declare(scope="public", limit="call"))
 async def listing() -> HTMLResponse:
     wheel = await _wheel()
     return HTMLResponse(_PAGE.format(name=WHEEL_NAME, sha256=wheel.sha256))
 
 
-@router.get("/{name}", **declare(scope="public", limit="call"))
+@router.get("/{name}", response_class=Response, **declare(scope="public", limit="call"))
 async def wheel(name: str) -> Response:
     found = await _wheel()
     if name != WHEEL_NAME:

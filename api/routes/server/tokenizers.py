@@ -42,7 +42,9 @@ async def tokenizer(name: str, service: ServiceDep, who: PrincipalDep) -> Tokeni
     return await tokenizer_files(card_of(service, name).path)
 
 
-@router.get("/models/{name:path}/tokenizer/{file:path}", **declare(scope="any", limit="call"))
+@router.get(
+    "/models/{name:path}/tokenizer/{file:path}", response_class=FileResponse, **declare(scope="any", limit="call")
+)
 async def tokenizer_file(name: str, file: str, service: ServiceDep, who: PrincipalDep) -> FileResponse:
     folder = card_of(service, name).path
     if file not in by_path(await tokenizer_files(folder)):

@@ -189,7 +189,12 @@ async def external_weights_urls(
         return ExternalWeightsUrlsResponse(urls=await service.threads.run(who.org_id, links), expires=expires)
 
 
-@router.get(_ONE + "/archive", **declare(scope="checkpoints:read", limit="call"))
+@router.get(
+    _ONE + "/archive",
+    response_class=RedirectResponse,
+    status_code=302,
+    **declare(scope="checkpoints:read", limit="call"),
+)
 async def archive(
     run_id: str, kind: str, name: str, request: Request, service: ServiceDep, who: PrincipalDep
 ) -> RedirectResponse:

@@ -31,6 +31,12 @@ STORE_LINKS_LAST = timedelta(minutes=2)
 #: Headers that keep browsers from taking a tenant's files for scripts or pages of this origin.
 AS_IT_IS = {"x-content-type-options": "nosniff"}
 
+#: What the published description says of both.
+_DOWNLOAD: dict[str, Any] = {
+    "response_class": FileResponse,
+    "responses": {302: {"description": "The file is in the object store, at the Location"}},
+}
+
 
 def file_path(checkpoint_id: str, name: str) -> str:
     """The path, to be signed, of one file of a checkpoint."""
@@ -42,13 +48,13 @@ def archive_path(checkpoint_id: str) -> str:
     return f"{router.prefix}/{checkpoint_id}/{_ARCHIVE}"
 
 
-@router.get("/{checkpoint_id}/files/{name:path}", **declare(scope="public", limit="call"))
+@router.get("/{checkpoint_id}/files/{name:path}", **_DOWNLOAD, **declare(scope="public", limit="call"))
 async def file(checkpoint_id: str, name: str, service: ServiceDep, who: LinkHolderDep) -> Response:
     row = await _checkpoint(service, who, checkpoint_id)
     return await service.threads.run(row.org_id, partial(_serve, service, row.ref, name))
 
 
-@router.get("/{checkpoint_id}/checkpoint.tar", **declare(scope="public", limit="call"))
+@router.get("/{checkpoint_id}/checkpoint.tar", **_DOWNLOAD, **declare(scope="public", limit="call"))
 async def archive(checkpoint_id: str, service: ServiceDep, who: LinkHolderDep) -> Response:
     row = await _checkpoint(service, who, checkpoint_id)
     return await service.threads.run(row.org_id, partial(_serve, service, archive_ref(row.ref), _ARCHIVE))

@@ -147,7 +147,7 @@ def _check_value(value: Any, seen: set[str], where: str, budget: list[int], dept
     if value is None or isinstance(value, bool):
         return
     if isinstance(value, int | float):
-        if not math.isfinite(value) or (isinstance(value, int) and abs(value) > MAX_INTEGER):
+        if abs(value) > MAX_INTEGER if isinstance(value, int) else not math.isfinite(value):
             raise CustomLossError(f"{where}: the number {quote(value)} is out of range")
     elif isinstance(value, str):
         if len(value) > MAX_TEXT:

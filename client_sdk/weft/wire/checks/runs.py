@@ -46,7 +46,7 @@ def shape_problems(rank: int, seed: int | None, max_rank: int | None) -> Iterato
 
 def optimizer_problems(family: object, known: Collection[str]) -> Iterator[Problem]:
     """An optimizer that the server does not have."""
-    if family not in known:
+    if family not in list(known):  # compared, not hashed: JSON may hold a list
         names = ", ".join(known)
         what = f"the optimizer {quote(family)} is not supported; this server has {names}"
         yield Problem("optimizer", what, names, family)
