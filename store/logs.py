@@ -14,10 +14,11 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import orjson
 
@@ -80,11 +81,19 @@ class on:
         _about.reset(self._token)
 
 
+class _Stderr(logging.StreamHandler[TextIO]):
+    """A line that finds no room on the disk is lost, without the traceback that `logging` would try to write of it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 def configure(form: str = "text", level: str = "info", program: str = "weftd") -> None:
     """Log to stderr: `form` text or json, our own lines from `level` on. `program` says who logs: api, jobs, trainer,
     generator-2, ..."""
     _Shape.json = form == "json"
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr(sys.stderr)
     handler.setFormatter(_Json(program) if _Shape.json else _Text())
     handler.addFilter(_Seldom())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -97,13 +106,16 @@ def configure(form: str = "text", level: str = "info", program: str = "weftd") -
 
 
 def pass_on(role: str, line: bytes) -> None:
-    """Pass on a line printed by the worker `role`: unchanged if it is JSON, else with the worker's name."""
-    if not _Shape.json:
-        print(f"[{role}] {hide(line.decode(errors='replace'))}", file=sys.stderr, flush=True)
-    elif line.startswith(_BEGINS):
-        print(line.decode(errors="replace"), file=sys.stderr, flush=True)
-    elif line.strip():
-        logging.getLogger(role).info("%s", line.decode(errors="replace"))
+    """Pass on a line printed by the worker `role`: unchanged if it is JSON, else with the worker's name. One that finds
+    no room on the disk is lost, and the worker's next one is read."""
+    text = line.decode(errors="replace")
+    with suppress(OSError):
+        if not _Shape.json:
+            print(f"[{role}] {hide(text)}", file=sys.stderr, flush=True)
+        elif line.startswith(_BEGINS):
+            print(text, file=sys.stderr, flush=True)
+        elif line.strip():
+            logging.getLogger(role).info("%s", text)
 
 
 def hide(text: str) -> str:

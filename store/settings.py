@@ -6,6 +6,7 @@ Unknown keys are refused: a misspelt limit that silently keeps its default is wo
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -56,6 +57,19 @@ def _redis(value: str) -> str:
     if value and (parts.scheme not in ("redis", "rediss", "unix") or not (parts.hostname or parts.path)):
         raise ValueError("a Redis is redis://HOST:PORT/NUMBER, rediss://.. or unix://PATH")
     _ = parts.port  # raises ValueError if it is no number
+    return value
+
+
+def _database(value: str) -> str:
+    """A URL for SQLAlchemy, or "". Raises ValueError, without the URL's contents, for others."""
+    if value and not value.startswith(("postgresql://", "postgresql+psycopg://", "sqlite:///")):
+        raise ValueError("a PostgreSQL is postgresql+psycopg://USER:PASSWORD@HOST/NAME")
+    return value
+
+
+def _bucket(value: str) -> str:
+    if not re.fullmatch(r"(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?)?", value):
+        raise ValueError("an object store is s3://BUCKET/PREFIX, of A-Z a-z 0-9 . _ -, and the bucket in lower case")
     return value
 
 
@@ -297,13 +311,13 @@ class Settings(_Section):
     #: Name as clients know it -> local Hugging Face folder. Empty: the built-in tiny model.
     models: dict[str, Path] = {}
     #: Empty: SQLite in the data folder. `postgresql+psycopg://...` in production.
-    database_url: str = ""
+    database_url: Annotated[str, AfterValidator(_database)] = ""
     #: Several API replicas and workers on this Redis, `redis://...`, with one PostgreSQL and one place for
     #: blobs (docs/production.md). Empty: the embedded service.
     redis_url: Annotated[str, AfterValidator(_redis)] = ""
     #: Bodies, results and weights in an S3-compatible store, s3://BUCKET/PREFIX, whose endpoint, region and credentials
     #: are in the usual environment (docs/production.md). Empty: in the data folder.
-    blob_url: Annotated[str, Field(pattern=r"^(s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._-]+)*/?)?$")] = ""
+    blob_url: Annotated[str, AfterValidator(_bucket)] = ""
     #: How many bytes a process keeps in its data folder of what it has read there.
     blob_cache_bytes: Positive = 16 << 30
     #: Downloads go directly to the store, by links valid for minutes: clients must be able to reach it.

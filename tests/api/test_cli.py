@@ -475,6 +475,18 @@ def test_help_that_finds_no_room_is_one_line(
     assert capsys.readouterr().err == "weftd: the output cannot be written: No space left on device\n"
 
 
+def test_a_folder_without_a_model_is_named_once(tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["simulate", "--gpus", "2", "--model", str(tmp_path)])
+    assert (done.exit_code, done.output.count(str(tmp_path))) == (2, 1)
+
+
+def test_an_output_that_finds_no_room_has_its_exit_code_at_the_end_of_the_process() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "api.cli", "--version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
 def test_its_version_is_its_client_s() -> None:
     assert CliRunner().invoke(command, ["--version"]).output == f"weftd {__version__}\n"
 

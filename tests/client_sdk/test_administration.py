@@ -12,13 +12,17 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import weft
 import zstandard
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from weft import Datum, ModelInput, ServiceClient
 from weft.cli import main
+from weft.exports.folder import made
+from weft.exports.layout import fit_for_vllm
 from weft.transport.download import _unpack
 from weft.types import (
     AccessibleSearchOwner,
@@ -195,6 +199,24 @@ def test_a_download_that_breaks_leaves_what_was_there(stub: Stub, service: Servi
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == {"small": b"old", "large": b"old"}
     _unpack(archive, folder, lambda names: {name: name for name in names})
     assert {file.name: file.stat().st_size for file in folder.iterdir()} == {"small": 1000, "large": 100_000}
+
+
+def test_a_disk_that_fills_up_while_files_are_made_for_vllm_is_an_error_of_the_folder(tmp_path: Path) -> None:
+    save_file({"layers.0.q_proj.lora_A.weight": np.zeros(10_000, np.float32)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"target_modules": ["q_proj"], "r": 8, "lora_alpha": 16}')
+    with smaller_files(), pytest.raises(OSError, match="File too large") as raised, made(tmp_path):
+        fit_for_vllm(tmp_path, leave_out_unembedding=False)
+    assert raised.value.filename == str(tmp_path)
+
+
+def test_a_disk_that_has_no_room_for_the_reference_has_a_whole_adapter_without_one(
+    stub: Stub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.cli.reference.fetch_reference", lambda *_: {"tokens": [1] * 10_000})
+    with smaller_files():
+        code, printed = cli(stub, "download", EXPORT, "--to", str(tmp_path))
+    assert (code, "no reference.json" in printed, "File too large" in printed) == (0, True, True)
+    assert {file.name for file in tmp_path.iterdir()} == {"adapter_model.safetensors", "README.md", "verify.py"}
 
 
 def tar_of(names: list[str]) -> bytes:

@@ -226,3 +226,11 @@ def test_help_that_finds_no_room_is_one_line(monkeypatch: pytest.MonkeyPatch, as
     monkeypatch.setattr(click.decorators, "echo", full)
     done = CliRunner().invoke(main, asked)
     assert (done.exit_code, done.output) == (1, "Error: the output cannot be written: No space left on device\n")
+
+
+def test_an_output_that_finds_no_room_has_its_exit_code_at_the_end_of_the_process() -> None:
+    """Python writes what stdout holds once more at its end."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", "from weft.cli import main; main()", "version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "Error: the output cannot be written: No space left on device\n")

@@ -3,6 +3,8 @@ says that a service is away is one line."""
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import subprocess
@@ -111,6 +113,29 @@ def test_what_workers_print_stays_one_object_a_line(capfd: pytest.CaptureFixture
     theirs, wrapped = lines(capfd.readouterr().err)
     assert theirs == json.loads(said)
     assert (wrapped["logger"], wrapped["message"]) == ("generator-2", "a library's own � words")
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_full_disk_costs_lines_and_nothing_else(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disk(io.StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                self.full = False  # whatever comes next finds room
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    monkeypatch.setattr(sys, "stderr", disk := Disk())
+    logs.configure(form)
+    logging.getLogger("api.somewhere").info("lost")
+    assert disk.getvalue() == ""
+    disk.full = True
+    logs.pass_on("trainer", b'{"time": "lost"}')
+    disk.truncate(0)
+    disk.full = False
+    logs.pass_on("trainer", b"kept")
+    assert "kept" in disk.getvalue()
 
 
 def test_the_end_of_a_process_is_logged_too() -> None:

@@ -67,6 +67,11 @@ def test_a_section_that_is_none_is_one_line_beside_the_options_that_go_into_it(
         ("data_dir = 'x'\n[trainer]\nnodes = 2", r"trainer: .*2 nodes need a rendezvous"),
         ("data_dir = 'x'\nredis_url = 'localhost:6379'", r"redis_url: .*a Redis is redis://HOST:PORT/NUMBER"),
         ("data_dir = 'x'\nredis_url = 'redis://:secret@host:port'", "redis_url: .*Port could not be cast"),
+        (
+            "data_dir = 'x'\ndatabase_url = 'postgres://me:secret@host/weft'",
+            r"database_url: [^,]*is postgresql\+psycopg://USER",
+        ),
+        ("data_dir = 'x'\nblob_url = 's3://Bucket'", "blob_url: .*an object store is s3://BUCKET/PREFIX"),
         ("data_dir = 'x'\n[generator]\nslots = 9223372036854775808", r"generator\.slots: .*less than or equal"),
         ("data_dir = 'x'\ndrain_s = inf", "drain_s: .*a number of at most"),
         ("data_dir = 'x'\nsession_idle_s = 1e300", "session_idle_s: .*a number of at most"),
@@ -90,6 +95,7 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path: Path, text: str, mes
     with pytest.raises(SettingsError, match=message) as caught:
         load_settings(write(tmp_path, text))
     assert "\n" not in str(caught.value)
+    assert "secret@" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -109,7 +109,9 @@ def _divide(
 
     try:
         shape = shape_of(config_card(model.name, model), gpu_bytes, asked["slots"])
-    except (UnsupportedModel, DoesNotFit, ValueError) as error:
+    except (UnsupportedModel, DoesNotFit) as error:
+        refuse(str(error))
+    except ValueError as error:
         refuse(f"model at {model}: {error}")
     if shape.ranks + shape.gpus > gpus:
         refuse(

@@ -38,6 +38,7 @@ def download(
 ) -> None:
     """Fetch the adapter at PATH (tinker://...) into a folder that stock PEFT loads."""
     from weft.cli.reference import fetch_reference
+    from weft.transport.download import whole
     from weft.wire.rest import parse_checkpoint_path
 
     target = folder or Path(parse_checkpoint_path(path).name)
@@ -50,10 +51,11 @@ def download(
     try:
         with server.service() as service:
             reference = fetch_reference(service, path)
-    except WeftError as error:
+        with whole(target / REFERENCE) as written:
+            written.write(json.dumps(reference).encode() + b"\n")
+    except (WeftError, OSError) as error:
         click.echo(f"no {REFERENCE}, so nothing to verify with: {error}", err=True)
         return
-    (target / REFERENCE).write_text(json.dumps(reference) + "\n")
     click.echo(f"{target / REFERENCE}; check: weft verify {target} --base BASE_MODEL_FOLDER")
 
 

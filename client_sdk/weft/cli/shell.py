@@ -6,7 +6,10 @@ Each command imports the clients that it needs, so that help, completion and a m
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,6 +119,9 @@ class _Guarded(click.Group):
             why = error.strerror or error
             told = f"{error.filename}: {why}: name a place that can be read and written"
             click.echo(f"Error: {told if error.filename else f'the output cannot be written: {why}'}", err=True)
+            # What stdout still holds: Python would write it once more at its end, and exit with 120.
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -73,7 +73,7 @@ trained, sample from Weft's own engine, or train with `train_unembed=False`.
 @contextmanager
 def made(folder: Path) -> Iterator[None]:
     """Create `folder` for the block. After an error, or if the program ends meanwhile, it is removed again if it is new
-    and empty."""
+    and empty. An OSError without a name, as of a full disk, gets the folder's."""
     was = folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     # Called at the end of a program, too, whose threads see no error then: the latest first, so after what lies in it.
@@ -82,8 +82,10 @@ def made(folder: Path) -> Iterator[None]:
         undo.detach()
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         undo()
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(folder)
         raise
     undo.detach()
 

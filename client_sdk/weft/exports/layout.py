@@ -44,7 +44,7 @@ def fit_for_vllm(folder: Path, leave_out_unembedding: bool) -> list[str]:
     vLLM takes the unembedding's factors without a word and then gives other prompt log-probabilities, and it reads
     alpha as a whole number: any other goes into the weights.
     """
-    from safetensors.numpy import load_file, save_file
+    from safetensors.numpy import load_file, save
 
     if not (folder / CONFIG_FILE).is_file():
         raise ExportError(f"{folder} has no {CONFIG_FILE}; an encrypted export has to be decrypted first")
@@ -65,6 +65,7 @@ def fit_for_vllm(folder: Path, leave_out_unembedding: bool) -> list[str]:
         if ranks := config.get("rank_pattern"):
             config["alpha_pattern"] = ranks
     config["target_modules"] = [name for name in config["target_modules"] if name != UNEMBEDDING]
-    save_file(kept, folder / WEIGHTS_FILE, {"format": "pt"})
+    # safetensors' save_file has errors of its own for those of the disk
+    (folder / WEIGHTS_FILE).write_bytes(save(kept, {"format": "pt"}))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     return modules
