@@ -91,8 +91,8 @@ VERSIONS = (
         "3.11",
         "the same on 2026-11-29 from the checkout, but torch 2.13.0, prometheus-client 0.23.1; authlib 1.9.0, joserfc "
         "1.8.0, cryptography 45.0.1, httpx 0.27.0, OpenTelemetry 1.44.0",
-        "a tour of tinker 0.38.0, `weftd doctor`, Prometheus, traces, connections, console without a browser, sign-in, object store, "
-        "the official SDK's tests and OpenAI's end to end",
+        "a tour of tinker 0.38.0, `weftd doctor`, Prometheus, traces, connections, console without a browser, sign-in, "
+        "object store, the official SDK's tests and OpenAI's end to end",
     ),
     (
         "3.13",
