@@ -28,7 +28,7 @@ from api.routes.runs import health, listing as rest, metrics, notes, sessions, t
 from api.routes.server import hub, probes, sdk, service, tokenizers, weft
 from api.routes.stored import checkpoints, copies, downloads, weights
 from api.server import reference
-from api.server.housekeeping import keep_house
+from api.server.housekeeping import keep_house, write_noted
 from api.server.workers.machines import EmbeddedMachines, Machines
 from api.server.workers.nursery import Nursery
 from api.state.rates import LocalRates, Rates
@@ -41,6 +41,7 @@ from scheduler.jobs.catalogue import JOBS
 from scheduler.jobs.embedded import EmbeddedJobs
 from scheduler.jobs.registry import JobContext
 from scheduler.reports.waiting import oldest_s
+from store import logs
 from store.blobs.contract import Blobs
 from store.database.db import Database
 from store.settings import Settings
@@ -89,9 +90,10 @@ def create_app(
                 task.cancel()
             await asyncio.gather(*loops, return_exceptions=True)
             await machines.stop()
-            await holder.liveness.flush()
-            await holder.last_used.flush()
-            await holder.fetched.flush()
+            try:
+                await write_noted(holder)
+            except SQLAlchemyError as error:
+                log.warning("what was noted since the last round of housekeeping is lost: %s", logs.in_a_line(error))
 
     return front(lifespan)
 

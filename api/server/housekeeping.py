@@ -55,14 +55,19 @@ async def keep_house(service: Service, clock: Callable[[], datetime] | None = No
     while True:
         await asyncio.sleep(min(ROUND_S, idle_s / 4))
         try:
-            await service.liveness.flush()
-            await service.last_used.flush()
-            await service.fetched.flush()
+            await write_noted(service)
             if silence.counts(now := own()):
                 await reap(service, now if clock is not None else None)
             await run_in_threadpool(service.telemetry.forget_old)
         except Exception:
             log.exception("a round of housekeeping failed; the next one tries again")
+
+
+async def write_noted(service: Service) -> None:
+    """Write what memory has noted to the database."""
+    await service.liveness.flush()
+    await service.last_used.flush()
+    await service.fetched.flush()
 
 
 async def reap(service: Service, now: datetime | None = None) -> list[str]:

@@ -9,8 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import uvicorn
+import weft
 
 from tests.client_sdk.stub_server import SESSION, Stub, serve
 
@@ -54,6 +56,22 @@ def test_a_last_line_that_nobody_awaits_ends_the_session(stub: Stub, last_line: 
     assert done.communicate(timeout=60)[1] == ""
     assert done.returncode == 0
     assert stub.paths().count(f"/sessions/{SESSION}/finish") == 1
+
+
+def connections(stub: Stub) -> list[object]:
+    """This process's connections to the stub, seen from the client's end."""
+    port = int(stub.base_url.rsplit(":", 1)[1])
+    return [one for one in psutil.Process().net_connections("tcp") if one.raddr and one.raddr.port == port]
+
+
+def test_a_closed_client_leaves_no_connection_and_what_it_made_opens_another(stub: Stub) -> None:
+    with weft.ServiceClient(base_url=stub.base_url, api_key="tml-x") as service:
+        service.create_sampling_client(base_model="org/tiny").result()
+        rest = service.create_rest_client()
+        assert connections(stub)
+    assert not connections(stub)
+    rest.delete_checkpoint("5e55:train:0", "weights/s1").result()
+    assert connections(stub)
 
 
 LOG = """

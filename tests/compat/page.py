@@ -74,7 +74,8 @@ VERSIONS_TITLE = """\
 
 Tried by hand on 2026-11-28, on a CPU: both wheels installed outside of the checkout, a server that trained, sampled,
 saved, answered a chat completion and passed `weftd doctor`; then tests. Python 3.14 was not to be had. On 3.12 the
-oldest client was installed and `weft --help` run. zstandard 0.22 has no wheel for 3.13: a newer one is taken there.
+oldest client, and on 3.12 and 3.13 the newest, trained, sampled, saved and listed runs on 2026-11-29. zstandard 0.22
+has no wheel for 3.13: a newer one is taken there.
 """
 #: Python, the versions, and the tests that ran with them.
 VERSIONS = (
@@ -85,6 +86,13 @@ VERSIONS = (
         "stripe 16.0.0, FastAPI 0.165.0, openai 3.0.0, peft 0.21.0, click 8.2.0",
         "isolation, replay, kernels, decoder, engines, adapters, store, queues, jobs, payments, traces, HTTP API, "
         "OpenAI's door, `weftd`",
+    ),
+    (
+        "3.11",
+        "the same on 2026-11-29 from the checkout, but torch 2.13.0, prometheus-client 0.23.1; authlib 1.9.0, joserfc "
+        "1.8.0, cryptography 45.0.1, httpx 0.27.0, OpenTelemetry 1.44.0",
+        "a tour of tinker 0.38.0, `weftd doctor`, Prometheus, traces, connections, console without a browser, sign-in, "
+        "object store, the official SDK's tests and OpenAI's end to end",
     ),
     (
         "3.13",

@@ -125,7 +125,8 @@ class Session:
             self._heart.cancel()
 
     async def finish(self, status: FinishType, detail: str | None) -> None:
-        """End the session, if it was ever opened. Only the first call counts; others wait until it is done."""
+        """End the session, if it was ever opened, and close idle connections. Only the first call counts; others wait
+        until it is done."""
         self._finished = True
         if self._finishing is None:
             self._finishing = asyncio.ensure_future(self._finish(status, detail))
@@ -133,12 +134,12 @@ class Session:
 
     async def _finish(self, status: FinishType, detail: str | None) -> None:
         await self._stop()
+        opening = self._opening
         # a session still being opened would start its heartbeat later, and nothing would stop it
-        if self._opening is None or self._opening.cancel():
-            return
-        if self._opening.exception() is None:
+        if opening is not None and not opening.cancel() and opening.exception() is None:
             body = encode(FinishSessionRequest(reason=FinishReason(type=status), detail=detail).body())
-            await self.transport.send(Call("POST", f"/sessions/{self._opening.result()}/finish", body))
+            await self.transport.send(Call("POST", f"/sessions/{opening.result()}/finish", body))
+        await self.transport.close_idle()
 
 
 class JoinedSession(Session):

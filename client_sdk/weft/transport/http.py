@@ -124,6 +124,11 @@ class Transport:
         self._calls = Pool(shared, MAX_CALLS)
         self._polls = Pool(shared, MAX_POLLS)
 
+    async def close_idle(self) -> None:
+        """Close the connections that no request is using. Later requests open new ones."""
+        await self._calls.close_idle()
+        await self._polls.close_idle()
+
     async def close(self) -> None:
         """Close all connections."""
         await self._calls.close()

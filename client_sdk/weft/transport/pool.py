@@ -71,6 +71,13 @@ class Pool:
             self._shards.append(best)
         return best
 
+    async def close_idle(self) -> None:
+        """Close the connections that no request is using. Later requests open new ones."""
+        idle = [shard for shard in self._shards if not shard.load]
+        self._shards = [shard for shard in self._shards if shard.load]
+        for shard in idle:
+            await shard.client.aclose()
+
     async def close(self) -> None:
         """Close all connections."""
         for shard in self._shards:
