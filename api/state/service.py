@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -103,6 +104,8 @@ class Service:
     turns_coming: set[ComingTurn] = field(default_factory=set)
     #: By feed: the task that reads what completed before the feed was followed.
     looks: dict[FeedKey, asyncio.Future[None]] = field(default_factory=dict)
+    #: By sample: the requests that stream its tokens.
+    readers: Counter[str] = field(default_factory=Counter)
     runs: Remembered[Lane[tables.Run]] = field(default_factory=Remembered)
     samplers: Remembered[Lane[tables.Sampler]] = field(default_factory=Remembered)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,17 @@ def test_a_stream_that_a_stopping_server_ends_can_be_asked_for_again(world: Worl
     request_id = world.post("asample", asked)["request_id"]
     world.service.polls.release()
     assert world.call("POST", "stream_future", json={"request_id": request_id}).text == "event: open\ndata: {}\n\n"
+
+
+def test_a_sample_is_streamed_to_few_at_a_time(world: World) -> None:
+    """Each is told every token: a thousand readers of one sample would keep the server from everything else."""
+    asked = sample(sampler(world, world.session()), 0) | {"stream": True}
+    body = {"request_id": world.post("asample", asked)["request_id"], "timeout": 2}
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(world.call, "POST", "stream_future", json=body) for _ in range(6)]
+        statuses = sorted(each.result().status_code for each in answers)
+    assert (statuses, world.service.readers) == ([200] * 4 + [429] * 2, {})
+    assert world.call("POST", "stream_future", json=body | {"timeout": 0}).status_code == 200
 
 
 def test_a_waiting_operation_is_408_with_its_state(world: World) -> None:

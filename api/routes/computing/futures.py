@@ -20,7 +20,7 @@ from weft.wire import (
 )
 from weft.wire.service import CancelFutureResponse, FutureMetadataResponse, StreamFutureRequest
 
-from api.errors import ApiError, Gone, Invalid, NotFound, Unavailable, quote
+from api.errors import ApiError, Gone, Invalid, NotFound, RateLimited, Unavailable, quote
 from api.http.access import WORKING, declare
 from api.http.auth import PrincipalDep
 from api.http.bodies import read_json
@@ -28,6 +28,7 @@ from api.http.events import EventStream, event
 from api.http.headers import Large, Ready
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
 from api.operations.streaming import Waited, whole
+from api.state.polls import COME_AGAIN_S
 from api.state.service import Service, ServiceDep
 from api.who.lookup import operation_by_id, plain_id
 from api.who.may_change import own_operation
@@ -42,6 +43,8 @@ router = APIRouter(prefix="/api/v1")
 
 #: Tinker's client gives up a poll after 45 s.
 LONGEST_POLL_S = 40.0
+#: How many requests may stream one sample: each is told every token, and one client needs one.
+MOST_READERS = 4
 
 
 @router.post("/retrieve_future", **declare(scope=WORKING, limit="poll"))
@@ -108,10 +111,14 @@ async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep
     if row.kind != operations.SAMPLE:
         raise Invalid(f"request_id: {body.request_id} is not a sample; only samples are streamed")
     service.polls.check(who.org_id)
+    if service.readers[body.request_id] >= MOST_READERS:
+        why = f"{MOST_READERS} requests stream the tokens of {body.request_id} already: end one, or read its result"
+        raise RateLimited(why, reason="readers", retry_after_s=COME_AGAIN_S, scope="organisation")
     return EventStream(_events(service, who, body))
 
 
 async def _events(service: Service, who: Principal, asked: StreamFutureRequest) -> AsyncGenerator[bytes, None]:
+    service.readers[asked.request_id] += 1
     try:
         async for part in Waited(service, who, asked.request_id).drawn(asked.timeout):
             if isinstance(part, DrawnTokens):
@@ -122,6 +129,10 @@ async def _events(service: Service, who: Principal, asked: StreamFutureRequest) 
     except ApiError as error:
         yield event(msgspec.json.encode({"detail": error.detail, "code": error.code}), "error")
         return
+    finally:
+        service.readers[asked.request_id] -= 1
+        if not service.readers[asked.request_id]:
+            del service.readers[asked.request_id]
     yield event(b"{}", "done")
 
 
