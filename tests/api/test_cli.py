@@ -151,11 +151,13 @@ def refused(*arguments: str, mode: str = "") -> str:
     return err
 
 
-@pytest.mark.parametrize(("driver", "error"), [("postgresql+psycopg", Away), ("postgresql+nothing", CannotServe)])
+@pytest.mark.parametrize(
+    ("url", "error"), [("postgresql://w:w@127.0.0.1:{}/weft", Away), ("sqlite:///no/such/{}/weft.db", CannotServe)]
+)
 def test_a_database_that_does_not_answer_is_no_mistake_in_the_settings(
-    tmp_path: Path, driver: str, error: type[CannotServe]
+    tmp_path: Path, url: str, error: type[CannotServe]
 ) -> None:
-    url = f"{driver}://w:w@127.0.0.1:{free_port()}/weft"
+    url = url.format(free_port())
     with pytest.raises(CannotServe, match="database_url") as refused:
         open_database(Settings(data_dir=tmp_path, database_url=url))
     assert type(refused.value) is error
