@@ -39,10 +39,11 @@ def weft(stub: Stub, *arguments: str) -> tuple[int, str]:
 @pytest.fixture
 def runs(stub: Stub) -> None:
     metadata = [{"name": "night"}, {"name": "twin"}, {"name": "twin", "continued_from": "tinker://s:train:0/weights/w"}]
+    metadata.append({"name": "a\x1b[2Jb\u202ec"})
     found = [{**RUN, "training_run_id": f"s:train:{i}", "user_metadata": given} for i, given in enumerate(metadata)]
     stub.replies["GET /training_runs"] = {
         "training_runs": found,
-        "cursor": {"offset": 0, "limit": 1000, "total_count": 3},
+        "cursor": {"offset": 0, "limit": 1000, "total_count": 4},
     }
     stub.replies["GET /weft/usage"] = {"rows": [], "total_nusd": 0, "total_usd": "0", "price_version": "v1"}
 
@@ -62,6 +63,7 @@ def test_a_run_is_named_by_its_name_or_its_id(stub: Stub) -> None:
 def test_runs_show_names_and_what_they_go_on_from(stub: Stub) -> None:
     said = weft(stub, "runs")[1]
     assert "night" in said
+    assert "a\ufffd[2Jb\ufffdc" in said  # no terminal is told what to do
     assert "tinker://s:train:0/weights/w" in said
 
 

@@ -115,6 +115,12 @@ def test_an_end_that_no_clock_reaches(any_world: World) -> None:
             assert session.get_one(ApiKey, made["id"]).expires_at is not None
 
 
+@pytest.mark.parametrize("name", ["two\nlines", "a\x1b[2J", "\u202eredro"])
+def test_a_name_is_of_characters_that_one_can_see(any_world: World, name: str) -> None:
+    reply = any_world.call("POST", "weft/keys", json={"name": name, "scopes": ["sample"]})
+    assert (reply.status_code, "printable" in reply.json()["detail"]) == (400, True)
+
+
 def test_rotation_overlaps(any_world: World) -> None:
     made = make(any_world)
     again = any_world.post(f"weft/keys/{made['id']}/rotate", {"overlap_seconds": 3600})

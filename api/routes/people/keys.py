@@ -79,6 +79,8 @@ async def create_key(request: Request, service: ServiceDep, who: PresentPrincipa
     """A new key, and here only its secret."""
     body = await read_json(request, NewKey)
     name = check_text(body.name, "name", 128) or ""
+    if not name.isprintable():
+        raise Invalid(f"name: must be of printable characters, got {quote(name)}")
     wanted = frozenset(body.scopes)
     if ADMIN not in who.scopes and (who.user_id is None or body.user_id not in (None, who.user_id)):
         raise Forbidden("user_id: only an admin makes keys for others or for the organisation itself")

@@ -126,10 +126,15 @@ def runs(answer: TrainingRunsResponse) -> Table:
         last = run.last_checkpoint.checkpoint_id if run.last_checkpoint else ""
         rank = "" if run.lora_rank is None else str(run.lora_rank)
         when, continued = _when(run.last_request_time), run.continued_from or ""
-        table.add_row(run.name or "", run.training_run_id, run.base_model, rank, when, last, continued)
+        table.add_row(_plain(run.name or ""), run.training_run_id, run.base_model, rank, when, last, continued)
     shown, total = len(answer.training_runs), answer.cursor.total_count
     table.caption = f"{shown} of {total}" if shown < total else None
     return table
+
+
+def _plain(text: str) -> str:
+    """Text that a colleague has chosen, without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def checkpoints(answer: CheckpointsListResponse) -> Table:
