@@ -132,9 +132,8 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        with suppress(
-            OSError
-        ):  # what stdout still holds: Python would write it once more at its end, and exit with 120
+        # What stdout still holds: Python would write it once more at its end, and exit with 120.
+        with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
 
