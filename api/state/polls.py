@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections import Counter
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from api.errors import RateLimited
+from api.state.counted import counted
 from store.settings import FrontSettings, SettingsError
 
 T = TypeVar("T")
@@ -76,16 +77,9 @@ class LongPolls:
         finally:
             self._held.discard(task)
 
-    @contextmanager
-    def counted(self, org_id: str) -> Iterator[None]:
+    def counted(self, org_id: str) -> AbstractContextManager[None]:
         """Count a request of that organisation as held open, during the block."""
-        self._of[org_id] += 1
-        try:
-            yield
-        finally:
-            self._of[org_id] -= 1
-            if not self._of[org_id]:
-                del self._of[org_id]
+        return counted(self._of, org_id)
 
     @property
     def released(self) -> bool:

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from anyio import CapacityLimiter, to_thread
 
 from api.errors import RateLimited
+from api.state.counted import counted
 
 T = TypeVar("T")
 
@@ -68,13 +69,6 @@ class Threads:
             turn.release()
 
 
-@contextmanager
-def in_line(org_id: str) -> Iterator[None]:
+def in_line(org_id: str) -> AbstractContextManager[None]:
     """Count a request of that organisation as waiting, during the block."""
-    _waiting[org_id] += 1
-    try:
-        yield
-    finally:
-        _waiting[org_id] -= 1
-        if not _waiting[org_id]:
-            del _waiting[org_id]
+    return counted(_waiting, org_id)

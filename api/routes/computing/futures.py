@@ -28,6 +28,7 @@ from api.http.events import EventStream, event
 from api.http.headers import Large, Ready
 from api.http.json_forms import PROTOBUF, only_json, sample_result, train_result
 from api.operations.streaming import Waited, whole
+from api.state.counted import counted
 from api.state.polls import COME_AGAIN_S
 from api.state.service import Service, ServiceDep
 from api.who.lookup import operation_by_id, plain_id
@@ -118,21 +119,17 @@ async def stream_future(request: Request, service: ServiceDep, who: PrincipalDep
 
 
 async def _events(service: Service, who: Principal, asked: StreamFutureRequest) -> AsyncGenerator[bytes, None]:
-    service.readers[asked.request_id] += 1
     try:
-        async for part in Waited(service, who, asked.request_id).drawn(asked.timeout):
-            if isinstance(part, DrawnTokens):
-                yield event(msgspec.json.encode(part))
+        with counted(service.readers, asked.request_id):
+            async for part in Waited(service, who, asked.request_id).drawn(asked.timeout):
+                if isinstance(part, DrawnTokens):
+                    yield event(msgspec.json.encode(part))
     except (TimeoutError, Unavailable):
         yield event(b"{}", "open")
         return
     except ApiError as error:
         yield event(msgspec.json.encode({"detail": error.detail, "code": error.code}), "error")
         return
-    finally:
-        service.readers[asked.request_id] -= 1
-        if not service.readers[asked.request_id]:
-            del service.readers[asked.request_id]
     yield event(b"{}", "done")
 
 

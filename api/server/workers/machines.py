@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from api.checks.adapter_sizes import sizes_of
 from api.server.workers.nursery import Nursery
-from api.server.workers.supervisor import Supervisor
+from api.server.workers.supervisor import STORE_WITHIN_S, Supervisor
 from api.server.workers.worker_programs import embedded_workers
 from billing.prices import PriceList
 from scheduler.dispatch.sample_desk import SampleDesk
@@ -25,10 +25,6 @@ from store.database.db import Database
 from store.settings import Settings
 from workers.model.base.files import remove_unused
 from workers.model.card import ModelCard
-
-#: How long the storing of ended operations may take when the server stops. What is not stored then is computed again
-#: after the start.
-STORE_WITHIN_S = 10.0
 
 
 class Machines(Protocol):

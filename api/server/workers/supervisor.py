@@ -36,7 +36,8 @@ STRANGER = "is of another version than the server, whose files were replaced whi
 STRANGER_S = 60.0
 #: Between SIGTERM and SIGKILL.
 TERMINATE_S = 3.0
-#: After SIGKILL, for what the workers have said to be stored. While the database is away that takes for ever.
+#: How long the storing of what workers have said may take when the server stops: while the database is away it would
+#: take for ever. What is not stored then is computed again after the start.
 STORE_WITHIN_S = 10.0
 
 

@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime
 from itertools import chain, repeat
 from typing import Any
@@ -118,11 +119,10 @@ async def generator(url: str, blobs: FolderBlobs, payloads: Iterable[bytes] = ()
     answers = chain(payloads, repeat(b"tokens"))
     got: list[str] = []
     link = await asyncio.to_thread(SampleLink, url, blobs)
-    over = False
 
-    def serve() -> None:
+    def serve(over: threading.Event) -> None:
         link.send(PullSamples(["m"], 2))
-        while not over:
+        while not over.is_set():
             work = link.recv(0.05)
             if isinstance(work, SampleWork):
                 for op in work.ops:
@@ -131,13 +131,9 @@ async def generator(url: str, blobs: FolderBlobs, payloads: Iterable[bytes] = ()
                     link.send(Done(op.op_id, payload, facts, recorded=payload == RECORDED))
                 link.send(PullSamples(["m"], 2))
 
-    serving = asyncio.create_task(asyncio.to_thread(serve))
-    try:
-        yield got
-    finally:
-        over = True
-        await serving
-        link.close()
+    with closing(link):
+        async with _beside(serve):
+            yield got
 
 
 @asynccontextmanager
@@ -145,20 +141,19 @@ async def trainer(url: str, blobs: FolderBlobs) -> AsyncIterator[list[tuple[int,
     """Answers every pass; returns (seq, replay) of all operations it was given, (-1, False) once its leader was
     gone."""
     given: list[tuple[int, bool]] = []
-    over = False
 
-    def serve() -> None:
-        while not over:
+    def serve(over: threading.Event) -> None:
+        while not over.is_set():
             steps = 0
             try:
-                link = TrainerLink(url, blobs, lambda: over)
+                link = TrainerLink(url, blobs, over.is_set)
             except EOFError:
                 return
             try:
-                while not over:
+                while not over.is_set():
                     link.send(PullPass(["m"]))
                     message = None
-                    while message is None and not over:
+                    while message is None and not over.is_set():
                         message = link.recv(0.05)
                     if isinstance(message, Pass):
                         for op in message.ops:
@@ -173,11 +168,19 @@ async def trainer(url: str, blobs: FolderBlobs) -> AsyncIterator[list[tuple[int,
             finally:
                 link.close()
 
-    serving = asyncio.create_task(asyncio.to_thread(serve))
-    try:
+    async with _beside(serve):
         yield given
+
+
+@asynccontextmanager
+async def _beside(serve: Callable[[threading.Event], None]) -> AsyncIterator[None]:
+    """`serve` runs in a thread until the block is over."""
+    over = threading.Event()
+    serving = asyncio.create_task(asyncio.to_thread(serve, over))
+    try:
+        yield
     finally:
-        over = True
+        over.set()
         await serving
 
 
