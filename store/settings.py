@@ -169,7 +169,7 @@ class GeneratorSettings(_Section):
     #: The longest sequence, prompt and completion; a model's own context holds as well.
     context_tokens: Positive = 8192
     #: Keys and values kept for all running sequences together, in tokens; 0: enough for full slots, or half of the
-    #: remaining memory. With less, the youngest sequences are set aside when all grow long.
+    #: remaining memory. With less, young sequences are set aside when all grow long.
     kv_tokens: Natural = 0
     #: Prompt tokens computed between two decode steps; longer prompts are computed in pieces.
     prefill_tokens: Positive = 2048

@@ -20,16 +20,30 @@ FOR_EVER = math.inf
 
 @dataclass(eq=False)
 class Offer:
-    """One worker's slots as this process knows them; `busy` are taken by the items that it holds."""
+    """One worker's slots as this process knows them; `busy` are taken by the items that it holds. Without a free one,
+    it sets others aside for up to `yields` (`FairQueue.lease`)."""
 
     worker: str
     models: Sequence[str] = ()
     free: int = 0
     busy: int = 0
+    yields: int = 0
 
     @property
     def fullness(self) -> float:
         return fullness(self.free, self.busy + self.free)
+
+    @property
+    def open(self) -> bool:
+        return self.free > 0 or self.yields > 0
+
+    def fill(self, slots: int) -> None:
+        """An item of so many slots has been taken."""
+        if self.free > 0:
+            self.free -= slots
+        else:
+            self.yields -= slots
+        self.busy += slots
 
 
 def announce(queue: FairQueue, offer: Offer) -> None:
@@ -40,13 +54,14 @@ def announce(queue: FairQueue, offer: Offer) -> None:
 def hand_out(queue: FairQueue, offers: Iterable[Offer], take: Callable[[str, Lease], None]) -> None:
     """Lease every item that fits. `take` is called with each worker and its lease, and must update that worker's
     offer."""
-    asking = [offer for offer in offers if offer.free > 0]
+    asking = [offer for offer in offers if offer.open]
 
     def one(offer: Offer) -> bool:
-        leases = queue.lease(offer.worker, offer.models, offer.free, FOR_EVER, most=1 if len(asking) > 1 else None)
+        most = 1 if len(asking) > 1 else None
+        leases = queue.lease(offer.worker, offer.models, offer.free, FOR_EVER, most, offer.yields)
         for lease in leases:
             take(offer.worker, lease)
         return bool(leases)
 
     while any(one(offer) for offer in sorted(asking, key=lambda offer: offer.fullness)):
-        asking = [offer for offer in asking if offer.free > 0]
+        asking = [offer for offer in asking if offer.open]

@@ -116,7 +116,7 @@ class SampleDesk:
     def drain(self) -> None:
         """Let generators finish the samples that a client may still fetch; cut off the others."""
         for generator in self._generators.values():
-            generator.offer.free = 0
+            generator.offer.free = generator.offer.yields = 0
             for held in generator.held.values():
                 if (end := cut_off(held.op)) is not None:
                     self._journal.finish(end)
@@ -144,8 +144,7 @@ class SampleDesk:
             self._hand_on(op, lease.epoch, why)
             return None
         generator.held[op.id] = _Held(op, lease.epoch)
-        generator.offer.free -= samples_of(op)
-        generator.offer.busy += samples_of(op)
+        generator.offer.fill(samples_of(op))
         return op
 
     def _begin(self, generator: _Generator, taken: list[Operation]) -> None:
@@ -173,7 +172,8 @@ class SampleDesk:
             if message.op_id in generator.held:
                 self._journal.streams.hear(message)
         elif isinstance(message, PullSamples):
-            generator.offer.models, generator.offer.free = message.models, message.free_slots
+            offer = generator.offer
+            offer.models, offer.free, offer.yields = message.models, message.free_slots, message.yields
             announce(self._queue, generator.offer)
             self._expire()  # this may be the last of the expected generators
             self.wake()

@@ -20,6 +20,12 @@ from typing import Protocol
 #: (base model, organisation, priority, lane); a lane is a run or a sampler.
 Path = tuple[str, ...]
 
+
+def flow_of(path: Path) -> Path:
+    """What newcomers are counted by (`FairQueue.lease`): the path without its lane."""
+    return path[:-1]
+
+
 #: Priorities within an organisation, and how it divides its own share among those that have something to do.
 PRIORITY_SHARES = {"interactive": 16, "batch": 1}
 
@@ -123,7 +129,7 @@ class FairQueue(Protocol):
         """About how many items are served before this one; None if it is not queued."""
 
     def lease(
-        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
+        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None, yields: int = 0
     ) -> list[Lease]:
         """The fairest items of these models until `slots` are filled; the last may exceed them. They are this
         worker's until `ttl_s` have passed without a sign of life. `most` items at most: with 0 it only says that it is
@@ -133,6 +139,10 @@ class FairQueue(Protocol):
         HEAD_START fuller: it is served, for the fair order, but set aside for that worker, which is woken and gets it
         before anything else. LEFT_S later it is anybody's. Items leased by a call whose reply was lost come with the
         next call.
+
+        Without a free slot, here or at another worker of the model, the next in order still comes as long as its flow
+        (its organisation's of that priority) has nothing in any worker's hands: up to `yields` slots, for which the
+        worker will set others' work aside.
         """
 
     def renew(self, worker: str, ttl_s: float) -> bool:

@@ -3,6 +3,7 @@
 -- are milliseconds, "" for the present one of this Redis. The constants are the contract's.
 --   i:<id>    hash: path, weights, cost, slots, adapter, body, op, attempts; worker, epoch and at while it is
 --             leased; aside while it is set aside; done once answered
+--   served    hash: by flow (a path without its lane), how many of its items are leased
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
 --   t:<model> hash: until when such an item is left to one worker, and to which, by id
@@ -57,15 +58,26 @@ local function able(id, model)
   return false, any
 end
 
+local function flow_of(path) return string.match(path, "^(.*)" .. SEP) or "" end
+
+-- An item, of which `path` and `worker` are known, leaves that worker's hands.
+local function let_go(id, path, worker)
+  redis.call("SREM", key("h", worker), id)
+  redis.call("HDEL", key("i", id), "worker", "epoch")
+  if redis.call("HINCRBY", P .. "served", flow_of(path), -1) < 1 then
+    redis.call("HDEL", P .. "served", flow_of(path))
+  end
+end
+
 -- Its holder has died over an item. Whether it is queued again.
-local function lose(id)
+local function lose(id, worker)
   local item = key("i", id)
-  redis.call("HDEL", item, "worker", "epoch")
+  local facts = redis.call("HMGET", item, "path", "cost", "weights")
+  let_go(id, facts[1], worker)
   if redis.call("HINCRBY", item, "attempts", 1) >= LIVES then
     redis.call("SADD", P .. "given_up", id)
     return false
   end
-  local facts = redis.call("HMGET", item, "path", "cost", "weights")
   correct(facts[1], -number(facts[2]))
   queue(id, facts[1], facts[3])
   return true
@@ -77,7 +89,7 @@ local function release(worker)
   for _, id in ipairs(ids) do epoch[id] = number(redis.call("HGET", key("i", id), "epoch")) end
   table.sort(ids, function(a, b) return epoch[a] < epoch[b] end)
   for _, id in ipairs(ids) do
-    if lose(id) then back[#back + 1] = id end
+    if lose(id, worker) then back[#back + 1] = id end
   end
   forget_worker(worker)
   return back
@@ -126,12 +138,7 @@ end
 function calls.peek(prefix)
   local node = find(split(prefix))
   if not node then return false end
-  local child = first(node)
-  while child do
-    node = below(node, child)
-    child = first(node)
-  end
-  return redis.call("LINDEX", key("q", node), 0)
+  return redis.call("LINDEX", key("q", next_path(node)), 0)
 end
 
 function calls.remove(id)
@@ -185,6 +192,7 @@ local function take(worker, now, id)
   local item, of_lease = item_of(id), next_epoch()
   redis.call("HSET", key("i", id), "worker", worker, "epoch", of_lease, "at", now)
   redis.call("SADD", key("h", worker), id)
+  redis.call("HINCRBY", P .. "served", flow_of(item.path), 1)
   if item.adapter and item.adapter ~= "" then hold(worker, item.adapter, of_lease) end
   return {id, item.path, item.body, of_lease}, item.slots
 end
@@ -219,12 +227,28 @@ local function set_aside_for(worker, models, now)
   return found, left_to_others
 end
 
-local function next_in_order(models)
+local function fairest(models)
   local served = {}
   for _, model in ipairs(models) do served[model] = redis.call("LLEN", key("a", model)) < MAX_ASIDE end
   for _, member in ipairs(redis.call("ZRANGE", key("r", ""), 0, -1)) do
-    if served[child_of(member)] then return (serve("", {child_of(member)}, 1)) end
+    if served[child_of(member)] then return child_of(member) end
   end
+end
+
+local function next_in_order(models)
+  local model = fairest(models)
+  if model then return (serve("", {model}, 1)) end
+end
+
+-- The next item in order, if a full worker should have it.
+local function newcomer(worker, models)
+  local model = fairest(models)
+  if not model then return end
+  if redis.call("HEXISTS", P .. "served", flow_of(next_path(model))) == 1 then return end
+  for other, room in pairs(others_than(worker).room) do
+    if other ~= worker and room > 0 and serves(other, model) then return end
+  end
+  return (serve("", {model}, 1))
 end
 
 -- One worker at a time looks again soon for what is left to others: whether another one does.
@@ -237,14 +261,15 @@ local function watch(worker, till) redis.call("SET", P .. "watch", string.format
 
 -- What is set aside goes first: it was next before anything that is still queued. With the leases, 1 if this worker is
 -- to look again soon. `newest` is the epoch of the last lease that it has heard of.
-function calls.lease(worker, newest, now, ttl, slots, most, ...)
+function calls.lease(worker, newest, now, ttl, slots, yields, most, ...)
   local models, leases, left, others, more = {...}, {}, number(slots), nil, true
-  local held = in_hand(worker)
-  now, most = clock(now), number(most)
+  local held, asks = in_hand(worker), left > 0
+  now, most, yields = clock(now), number(most), number(yields)
   sign(worker, now, ttl, models)
   if most > 0 then
     local taken
     leases, taken = unheard(held, newest)
+    yields = yields - math.max(0, taken - left)
     left = math.max(0, left - taken)
   end
   comes(worker, left, held)
@@ -269,6 +294,12 @@ function calls.lease(worker, newest, now, ttl, slots, most, ...)
       left = left - size
     end
   end
+  while left <= 0 and yields > 0 and #leases < most do
+    local id, size = newcomer(worker, models), nil
+    if not id then break end
+    leases[#leases + 1], size = take(worker, now, id)
+    yields = yields - size
+  end
   redis.call("HSET", P .. "room", worker, math.max(0, left))
   if most == 0 then return {leases, 0} end
   local watching = false
@@ -277,7 +308,7 @@ function calls.lease(worker, newest, now, ttl, slots, most, ...)
     watch(worker, watching and number(now) + LEFT_MS or 0)
     more = more or not watching -- who has work may be long in coming
   end
-  for _, model in ipairs(more and models or {}) do
+  for _, model in ipairs(asks and more and models or {}) do
     if redis.call("EXISTS", key("a", model), key("r", model)) > 0 then ring(model) end
   end
   return {leases, watching and 1 or 0}
@@ -291,10 +322,10 @@ end
 
 function calls.answer(id, epoch, result)
   local item = key("i", id)
-  local held = redis.call("HMGET", item, "worker", "epoch", "cost", "at", "op")
+  local held = redis.call("HMGET", item, "worker", "epoch", "cost", "at", "op", "path")
   if not held[1] or held[2] ~= epoch then return 0 end
-  redis.call("SREM", key("h", held[1]), id)
-  redis.call("HDEL", item, "worker", "epoch", "body", "op")
+  let_go(id, held[6], held[1])
+  redis.call("HDEL", item, "body", "op")
   redis.call("HSET", item, "done", "1")
   redis.call("XADD", P .. "done", "*", "id", id, "result", result, "cost", held[3], "at", held[4], "op", held[5] or "")
   return 1
@@ -303,8 +334,7 @@ end
 function calls.lose(id, epoch)
   local held = redis.call("HMGET", key("i", id), "worker", "epoch")
   if not held[1] or held[2] ~= epoch then return false end
-  redis.call("SREM", key("h", held[1]), id)
-  lose(id)
+  lose(id, held[1])
   return 1
 end
 
@@ -315,8 +345,7 @@ function calls.decline(id, epoch, why)
   redis.call("HSET", key("d", id), held[1], why)
   local model = split(held[3])[1]
   if not able(id, model) then return redis.call("HVALS", key("d", id)) end
-  redis.call("SREM", key("h", held[1]), id)
-  redis.call("HDEL", item, "worker", "epoch")
+  let_go(id, held[3], held[1])
   set_aside(id)
   ring(model)
   return {}
@@ -326,7 +355,7 @@ function calls.forget(id, receipt)
   local item = key("i", id)
   local facts = redis.call("HMGET", item, "path", "worker", "done", "attempts")
   if facts[2] then
-    redis.call("SREM", key("h", facts[2]), id)
+    let_go(id, facts[1], facts[2])
   elseif facts[1] and not facts[3] then
     withdraw(id)
   end

@@ -184,6 +184,16 @@ local function first(node)
   return member and child_of(member)
 end
 
+-- The path of the next item at or below a node that has any.
+local function next_path(node)
+  local child = first(node)
+  while child do
+    node = below(node, child)
+    child = first(node)
+  end
+  return node
+end
+
 -- The child that is next, or `wanted`, leaves the ready ones. Returns it, its start tag, and that of the first.
 local function leave_first(node, wanted)
   local ready = key("r", node)

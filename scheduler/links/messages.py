@@ -215,10 +215,12 @@ class PassOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullSamples(msgspec.Struct, frozen=True, tag=True):
-    """A generator has `free_slots` sequences free."""
+    """A generator has `free_slots` free. With none, it would set others aside for `yields` sequences
+    (`FairQueue.lease`)."""
 
     models: list[str]
     free_slots: int
+    yields: int = 0
 
 
 class SampleOp(msgspec.Struct, frozen=True):

@@ -135,11 +135,12 @@ class RedisQueue:
         return None if found is None else int(found)
 
     def lease(
-        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
+        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None, yields: int = 0
     ) -> list[Lease]:
-        limit = slots if most is None else most  # every item takes at least one slot
+        limit = slots + yields if most is None else most  # every item takes at least one slot
         newest = self._newest.get(worker, 0)
-        leases, again = self._call("lease", worker, newest, self._now(), int(ttl_s * 1000), slots, limit, *models)
+        numbers = (int(ttl_s * 1000), slots, yields, limit)
+        leases, again = self._call("lease", worker, newest, self._now(), *numbers, *models)
         if limit > 0:
             self._longest_wait_s = LEFT_S if again else LONGEST_BLOCK_S
         self._newest[worker] = max([newest, *(int(epoch) for *_, epoch in leases)])

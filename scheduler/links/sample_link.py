@@ -51,6 +51,9 @@ BEAT_S = 1.0
 #: The shortest pause between two attempts of a busy generator to lease more.
 LOOK_EVERY_S = 0.01
 
+#: The shortest pause of one that has no slot free, and looks for those it would set others aside for.
+LOOK_FULL_S = 0.1
+
 #: How many answers, of up to `INLINE_BYTES` each, travel together.
 MOST_ANSWERS = 16
 #: How many larger answers, which are blobs on their way, are put at once.
@@ -83,7 +86,7 @@ class SampleLink:
         self._leader = Looked()
         self._missed = threading.Event()  # set after a gap, in which messages may have been missed
         self._models: list[str] = []
-        self._free = 0
+        self._free = self._yields = 0
         self._looked = self._beaten = 0.0
         self._draining = False
         self._lock = threading.Lock()
@@ -110,7 +113,7 @@ class SampleLink:
         match message:
             case PullSamples():
                 with self._lock:
-                    self._models, self._free = message.models, message.free_slots
+                    self._models, self._free, self._yields = message.models, message.free_slots, message.yields
             case Done():
                 self._answer(message)
             case Drawn():
@@ -152,17 +155,24 @@ class SampleLink:
 
     def _take(self) -> SampleWork | None:
         now = time.monotonic()
-        if self._free <= 0 or self._draining or now - self._looked < LOOK_EVERY_S:
+        if not (self._free > 0 or self._yields > 0) or self._draining:
+            return None
+        if now - self._looked < (LOOK_EVERY_S if self._free > 0 else LOOK_FULL_S):
             return None
         self._looked = now
         self._renew()  # first: a lease would register this worker again, without the samples that it lost
         with self._lock:
-            leases = self._again + self._queue.lease(self.name, self._models, self._free, LEASE_S)
+            free = max(0, self._free)
+            leases = self._again + self._queue.lease(self.name, self._models, free, LEASE_S, yields=self._yields)
             self._again = [lease for lease in leases if lease.id in self._lost]
             leases = [lease for lease in leases if lease.id not in self._lost]
             self._epochs.update({lease.id: lease.epoch for lease in leases})
         ops = self._newest([_decode(lease.body) for lease in leases])
-        self._free -= sum(op.num_samples for op in ops)
+        for op in ops:
+            if self._free > 0:
+                self._free -= op.num_samples
+            else:
+                self._yields -= op.num_samples
         return SampleWork(ops) if ops else None
 
     def _newest(self, ops: list[SampleOp]) -> list[SampleOp]:

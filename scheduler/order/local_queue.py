@@ -9,7 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from scheduler.links.contract import LEFT_S, LIVES, MAX_ASIDE, TAKEN_S, Answered, Expired, Item, Lease, Path
+from scheduler.links.contract import (
+    LEFT_S,
+    LIVES,
+    MAX_ASIDE,
+    TAKEN_S,
+    Answered,
+    Expired,
+    Item,
+    Lease,
+    Path,
+    flow_of,
+)
 from scheduler.order.fair import FairTree
 from scheduler.order.roster import Roster
 
@@ -43,6 +54,7 @@ class LocalQueue:
         self._items: dict[str, _Held] = {}
         self._hands: defaultdict[str, dict[str, _Held]] = defaultdict(dict)  # by worker: the items that it holds
         self._busy: Counter[str] = Counter()  # by worker: the slots of these
+        self._served: Counter[Path] = Counter()  # by flow: how many of its items are in workers' hands
         self._expected = 0
         self._roster = Roster()
         self._aside: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by model: items set aside, in order
@@ -86,7 +98,7 @@ class LocalQueue:
             return self._tree.ahead(self._items[item_id].item.path, lambda other: other == item_id)
 
     def lease(
-        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None
+        self, worker: str, models: Sequence[str], slots: int, ttl_s: float, most: int | None = None, yields: int = 0
     ) -> list[Lease]:
         with self._changed:
             self._roster.sign(worker, self._clock() + ttl_s, models)
@@ -98,15 +110,22 @@ class LocalQueue:
                 if other is not None:
                     self._leave_to(other, held)
                     continue
-                self._epochs += 1
-                held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
-                self._hands[worker][held.item.id] = held
-                self._busy[worker] += held.slots
-                self._roster.holds(worker, held.item.adapter)
-                self._roster.fills(worker, held.slots)
                 slots -= held.slots
-                leases.append(Lease(held.item.id, held.item.path, held.item.body, held.epoch))
+                leases.append(self._hand_to(worker, held))
+            while slots <= 0 < yields and len(leases) != most and (new := self._newcomer(worker, models)) is not None:
+                yields -= new.slots
+                leases.append(self._hand_to(worker, new))
             return leases
+
+    def _hand_to(self, worker: str, held: _Held) -> Lease:
+        self._epochs += 1
+        held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
+        self._hands[worker][held.item.id] = held
+        self._busy[worker] += held.slots
+        self._served[flow_of(held.item.path)] += 1
+        self._roster.holds(worker, held.item.adapter)
+        self._roster.fills(worker, held.slots)
+        return Lease(held.item.id, held.item.path, held.item.body, held.epoch)
 
     def _next_for(self, worker: str, models: Sequence[str]) -> tuple[_Held, bool] | None:
         """The next item for a worker; items set aside go first. Also whether it comes from the tree."""
@@ -117,10 +136,21 @@ class LocalQueue:
                 if free and worker not in held.declined:
                     self._withdraw(item_id)
                     return held, False
-        served = [model for model in models if len(self._aside[model]) < MAX_ASIDE]
-        fairest = next((model for model in self._tree.children() if model in served), None)
+        fairest = self._fairest(models)
         turn = self._tree.pop((fairest,)) if fairest is not None else None
         return (self._items[turn], True) if turn is not None else None
+
+    def _fairest(self, models: Sequence[str]) -> str | None:
+        served = [model for model in models if len(self._aside[model]) < MAX_ASIDE]
+        return next((model for model in self._tree.children() if model in served), None)
+
+    def _newcomer(self, worker: str, models: Sequence[str]) -> _Held | None:
+        """The next item in order, if a full worker should have it."""
+        fairest = self._fairest(models)
+        path = self._tree.next((fairest,)) if fairest is not None else None
+        if path is None or self._served[flow_of(path)] or self._roster.has_room(path[0], worker):
+            return None
+        return self._items[self._tree.take(path, 1)]
 
     def _better_for(self, held: _Held, worker: str) -> str | None:
         return self._roster.better_for(held.item.adapter, held.item.path[0], worker, held.declined)
@@ -216,6 +246,10 @@ class LocalQueue:
         if held.worker is not None:
             del self._hands[held.worker][held.item.id]
             self._busy[held.worker] -= held.slots
+            flow = flow_of(held.item.path)
+            self._served[flow] -= 1
+            if not self._served[flow]:
+                del self._served[flow]
             held.worker = None
 
     def _release(self, worker: str, expired: Expired) -> None:

@@ -74,6 +74,10 @@ class Roster:
     def serving(self, model: str) -> list[str]:
         return sorted(name for name, worker in self._workers.items() if model in worker.models)
 
+    def has_room(self, model: str, name: str) -> bool:
+        """Whether another worker than `name` has slots free for a model."""
+        return any(self._workers[other].room > 0 for other in self.serving(model) if other != name)
+
     def better_for(self, adapter: str, model: str, name: str, never: Iterable[str]) -> str | None:
         """The emptiest other worker that would serve an item better than `name`: it holds `adapter` (and `name` does
         not), has room, is not much fuller, and is not in `never`."""

@@ -27,14 +27,20 @@ class Counts:
 
 class Generators:
     def __init__(
-        self, cluster: Cluster, tree: FairTree[str], costs: ExpectedCosts, done: Callable[[Job, float], None]
+        self,
+        cluster: Cluster,
+        tree: FairTree[str],
+        costs: ExpectedCosts,
+        done: Callable[[Job, float], None],
+        *,
+        yields: bool,
     ) -> None:
         self._queue = LocalQueue(lambda: self._at_s, tree)
         self._costs = costs
         self._done = done
         self._jobs: dict[str, Job] = {}  # waiting in the queue
-        self._slots = {f"{i}": Slots(f"{i}", cluster) for i in range(cluster.replicas)}
-        self._free = dict.fromkeys(self._slots)
+        self._slots = {f"{i}": Slots(f"{i}", cluster, yields) for i in range(cluster.replicas)}
+        self._open = dict.fromkeys(self._slots)
         # by generator: slots have come free that the queue does not know of
         self._unannounced = dict.fromkeys(self._slots)
         self._events: list[tuple[float, str]] = []  # heap; entries that differ from `_next` are void
@@ -67,13 +73,13 @@ class Generators:
             self._visit(heapq.heappop(self._events)[1])
 
     def fill(self) -> None:
-        """Give every free slot a sequence, the fairest request's first."""
-        if not self._free or not self._jobs:
+        """Give every slot that is free, or that is made free, a sequence, the fairest request's first."""
+        if not self._open or not self._jobs:
             return
         for name in self._unannounced:
             announce(self._queue, self._slots[name].offer)
         self._unannounced.clear()
-        hand_out(self._queue, [self._slots[name].offer for name in self._free], self._take)
+        hand_out(self._queue, [self._slots[name].offer for name in self._open], self._take)
 
     def _take(self, name: str, lease: Lease) -> None:
         self._visit(name, self._jobs.pop(lease.id))
@@ -94,10 +100,10 @@ class Generators:
         self._next[name] = slots.next_s
         heapq.heappush(self._events, (slots.next_s, name))
         self._unannounced[name] = None
-        if slots.offer.free > 0:
-            self._free[name] = None
+        if slots.offer.open:
+            self._open[name] = None
         else:
-            self._free.pop(name, None)
+            self._open.pop(name, None)
         for job in ended:
             self._end(job)
 

@@ -120,9 +120,10 @@ class Simulation:
         }
         costs = ExpectedCosts(lambda org_id: self.tenants[org_id].workload.weight, lambda: self.now_s)
         self._train_queue: FairTree[Unit] = queue()
-        self._generators = Generators(cluster, queue(), costs, self._sampled)
+        fair = queue is not ByArrival
+        self._generators = Generators(cluster, queue(), costs, self._sampled, yields=fair)
         lanes = [tenant.lane for tenant in self.tenants.values()]
-        paths = {} if queue is ByArrival else {lane.run_id: lane.path for lane in lanes}
+        paths = {lane.run_id: lane.path for lane in lanes} if fair else {}
         self._trainers = Trainers(cluster, self._train_queue, paths, self._pairs_of, self._cost_of, self._trained)
 
     def run(self, seconds: float, after_s: float = 0.0) -> Result:

@@ -109,6 +109,30 @@ def test_interactive_work_goes_before_batch_work_of_the_same_organisation(server
     assert overtaken_by(mine, [row for row in rows if row.plan["priority"] == "batch"]) <= SLOTS
 
 
+@pytest.mark.parametrize(
+    ("who", "priority"), [("alone", "interactive"), ("both", "batch")], ids=["another's", "batch work"]
+)
+def test_slots_that_long_sequences_hold_are_shared_at_once(
+    server: tuple[Weftd, int], who: str, priority: Literal["interactive", "batch"]
+) -> None:
+    """Every slot has a sequence that is far from its end: a short one does not wait for that."""
+    weftd, _ = server
+    flood, late = sampler_of(weftd, "long" if who == "alone" else who, priority), sampler_of(weftd, who)
+    ask(late, 1).result()
+    futures = [ask(flood, 1900, seed).future() for seed in range(2 * SLOTS)]
+    for _ in range(600):
+        if stats(weftd)["queue"]["running"] >= SLOTS:
+            break
+        threading.Event().wait(0.05)
+    for _ in range(3):
+        ask(late, 5).result()
+    assert not any(future.done() for future in futures)
+    longest = [future.result(600) for future in futures[:SLOTS]]
+    assert all(len(sample.sequences[0].tokens) == 1900 for sample in longest)
+    for future in futures[SLOTS:]:
+        future.cancel()
+
+
 def test_an_unknown_priority_is_refused_with_the_known_ones(server: tuple[Weftd, int]) -> None:
     weftd, _ = server
     headers = {"X-API-Key": weftd.key("both"), "x-weft-priority": "urgent"}

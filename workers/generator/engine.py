@@ -75,7 +75,8 @@ class GenerateRequest:
     `topk_prompt_logprobs` to the last n prompt tokens; `prompt_alt_tokens_k` is the number of independent draws, at the
     request's temperature, to make instead of each prompt token after the first.
 
-    `priority`: when memory is short, higher ones start first and lower ones are set aside; it changes nothing else.
+    `priority`: when slots or memory are short, a tenant's higher ones start first and its lower ones are set aside; it
+    changes nothing else.
     `run` is the run whose policy is sampled, "" for none. With `max_staleness`, a sequence whose oldest token is more
     than that many versions below the run's (`run_moved`) ends there, `stale`, with the tokens it has.
 
@@ -168,7 +169,7 @@ class EngineStats:
     in the prefix cache. `slots_busy / slots_offered`, summed over decode steps, is the share of slots that worked while
     at least one did. `drafted_tokens` were tried beyond one for each sequence in a step, and `accepted_tokens` of them
     drawn; 0 if an engine tells nothing of it. `kv_tokens_used` of `kv_tokens` positions for keys and values are in
-    use. `preempted` counts how often a sequence was set aside for lack of them."""
+    use. `preempted` counts how often a sequence was set aside for lack of them, or of slots."""
 
     decode_steps: int = 0
     slots_busy: int = 0
@@ -193,6 +194,11 @@ class Engine(Protocol):
     @property
     def free_slots(self) -> int:
         """Sequences that could start now, after those already waiting for a slot."""
+
+    @property
+    def yields(self) -> int:
+        """Sequences that could start now although no slot is free, since others would be set aside for them: those of
+        tenants that have few slots or none, or of a higher priority than others of their tenant."""
 
     @property
     def busy(self) -> bool:

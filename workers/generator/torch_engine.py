@@ -1,7 +1,7 @@
 """TorchEngine: continuous batching of our own decoder over a paged KV cache.
 
-Each step first installs the adapters that have been read meanwhile (`adapters`), then seats waiting sequences, those
-set aside before all others (`seating`), then prefills queued requests in order (up to a budget of prompt tokens, so
+Each step first installs the adapters that have been read meanwhile (`adapters`), then seats waiting sequences
+(`seating`), then prefills queued requests in order (up to a budget of prompt tokens, so
 that running sequences never wait long; longer prompts in pieces), then advances every running sequence by one token, or
 by more where drafts come true (`drafts`).
 Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, reuse its keys
@@ -140,6 +140,10 @@ class TorchEngine:
         return max(0, min(seating.free_rows - waiting + min(held_up, seating.rows), space))
 
     @property
+    def yields(self) -> int:
+        return max(0, self._seating.yields - self._open.waiting)
+
+    @property
     def busy(self) -> bool:
         return bool(self._open.here or self._open.finished or self._adapters.reading)
 
@@ -165,7 +169,7 @@ class TorchEngine:
         self._install()
         self._move(self._seating.bring_back)
         self._survive(list(requests.starting.values()), self._start_sequences)
-        self._survive(self._move(lambda: self._queue.choose(self._seating.seat)), self._prefill)
+        self._survive(self._move(lambda: self._queue.choose(self._seating)), self._prefill)
         self._survive(list(requests.running.values()), self._land)
         self._survive(list(requests.starting.values()), self._start_sequences)
         self._move(self._seating.grow)

@@ -72,6 +72,7 @@ class Generator:
         self._coming: dict[str, SampleOp] = {}  # samples whose bodies are being fetched, by operation
         self._inflight: dict[str, str] = {}  # current weights of inflight samplers: name in the engine -> ref
         self._offered = 0  # free slots that the server was told of and has not filled yet
+        self._yielding = False  # whether it was told, and has not used, that others would be set aside
         self._draining = False
         self._aside: dict[str, SampleOp] = {}  # samples to begin again after an error of the disk, by operation
         self._tried, self._clock = clock(), clock
@@ -97,16 +98,19 @@ class Generator:
         self._meter.report()
 
     def _pull(self) -> None:
-        """Offer free slots, again when there are more than the server knows of; withdraw the offer when an engine has
-        lost them."""
-        free = self._free_slots()
-        if not self._draining and (free > max(self._offered, 0) or free == 0 < self._offered):
-            self._link.send(PullSamples(sorted(self._engines), free))
-            self._offered = free
-
-    def _free_slots(self) -> int:
-        taken = sum(self._slots - engine.free_slots for engine in self._engines.values())
+        """Offer free slots, again when there are more than the server knows of, and without one, those that others
+        would be set aside for; withdraw the offer when an engine has lost them."""
         coming = sum(op.num_samples for op in self._coming.values())
+        free, yields = self._free_slots(coming), 0
+        if not free:
+            yields = max(0, sum(engine.yields for engine in self._engines.values()) - coming)
+        changed = free > max(self._offered, 0) or free == 0 < self._offered or (yields > 0) != self._yielding
+        if changed and not self._draining:
+            self._link.send(PullSamples(sorted(self._engines), free, yields))
+            self._offered, self._yielding = free, yields > 0
+
+    def _free_slots(self, coming: int) -> int:
+        taken = sum(self._slots - engine.free_slots for engine in self._engines.values())
         return max(0, self._slots - taken - coming)
 
     def _receive(self) -> None:
@@ -125,6 +129,8 @@ class Generator:
     def _on(self, message: SampleWork | Cancel | PolicyMoved | Drain) -> None:
         match message:
             case SampleWork():
+                if self._offered <= 0:
+                    self._yielding = False
                 self._offered -= sum(op.num_samples for op in message.ops)
                 self._fetch(message.ops)
             case Cancel():

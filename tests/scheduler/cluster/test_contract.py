@@ -369,3 +369,69 @@ def test_when_the_clock_of_redis_is_set_back_the_dead_keep_nothing_and_the_livin
             clock.now_s += 5.5
             assert queue.renew("b", 6)
         assert queue.expire().back == ["dead"]
+
+
+def over(queue: FairQueue, worker: str, yields: int) -> list[str]:
+    return [lease.id for lease in queue.lease(worker, ["m"], 0, 60, yields=yields)]
+
+
+def test_a_full_worker_gets_the_next_of_a_flow_that_nobody_serves(queue: FairQueue) -> None:
+    for name in ("a1", "a2", "a3"):
+        queue.push(item(name, "flood", cost=1000))
+    assert taken(queue, "w", 2) == ["a1", "a2"]
+    assert over(queue, "w", 9) == []  # only the flood has something queued
+    queue.push(item("b1", "chat"))
+    queue.push(item("b2", "chat"))
+    assert over(queue, "w", 0) == []
+    assert over(queue, "w", 9) == ["b1"]
+    assert over(queue, "w", 9) == []  # the chat is served
+    (held,) = [lease for lease in queue.lease("v", ["m"], 1, 60, most=1)]
+    assert held.id == "b2"  # a free slot still goes by the fair order alone
+
+
+@pytest.mark.parametrize("way", ["answered", "forgotten", "lost", "declined", "died"])
+def test_a_flow_is_new_again_when_nothing_of_it_is_in_hand(queue: FairQueue, clock: Clock, way: str) -> None:
+    for name in ("b1", "b2"):
+        queue.push(item(name, "chat"))
+    (first,) = queue.lease("w", ["m"], 1, 5)
+    assert over(queue, "v", 1) == []
+    if way == "answered":
+        assert queue.answer("b1", first.epoch, b"")
+    elif way == "forgotten":
+        queue.forget("b1")
+    elif way == "lost":
+        assert queue.lose("b1", first.epoch)
+    elif way == "declined":
+        assert queue.decline("b1", first.epoch, "no") == []
+    else:
+        clock.now_s += 6
+        assert queue.expire().back == ["b1"]
+    assert over(queue, "v", 1) == ["b2"]
+
+
+def test_newcomers_wait_for_whoever_has_a_free_slot_and_take_no_more_than_their_turn(queue: FairQueue) -> None:
+    for name in ("a1", "a2"):
+        queue.push(item(name, "flood", cost=1000))
+    assert taken(queue, "w", 1) == ["a1"]
+    queue.lease("v", ["m"], 1, 60, most=0)
+    queue.push(item("b", "chat"))
+    assert over(queue, "w", 9) == []  # the other worker has a free slot
+    assert taken(queue, "v", 1) == ["b"]
+    queue.forget("b")
+    queue.correct(("m", "chat", "interactive", "lane"), 5000)
+    queue.push(item("b2", "chat"))
+    queue.lease("v", ["m"], 0, 60, most=0)
+    assert over(queue, "w", 9) == []  # the chat has used its share, so the flood is next
+    assert queue.remove("a2")
+    assert over(queue, "w", 9) == ["b2"]
+
+
+def test_no_more_newcomers_than_a_worker_yields_slots(queue: FairQueue) -> None:
+    queue.push(item("a", "flood", cost=1000))
+    assert taken(queue, "w", 1) == ["a"]
+    for name in "bcd":
+        queue.push(item(name, name, slots=2))
+    assert over(queue, "w", 3) == ["b", "c"]
+    queue.push(Item("batch", ("m", "flood", "batch", "lane"), 10))
+    queue.forget("a")
+    assert over(queue, "w", 9) == ["d", "batch"]

@@ -190,3 +190,123 @@ def test_five_hundred_in_flight(decoder: Decoder, adapters: dict[str, Path]) -> 
     assert all(result.error is None for result in finished.values())
     for request in requests[::60]:
         assert same(finished[request.id], run(make(decoder), request)[request.id])
+
+
+LONG = SamplingParams(max_tokens=60, seed=0, stop_at_eos=False)
+
+
+def flood(engine: TorchEngine, count: int, tenant: str = "flood", **more: Any) -> list[GenerateRequest]:
+    requests = [ask(f"{tenant}{i}", 10, replace(LONG, seed=i), tenant=tenant, **more) for i in range(count)]
+    for request in requests:
+        engine.add(request)
+    return requests
+
+
+def test_a_tenant_without_rows_takes_one_of_whoever_has_most(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and without copying pages where these suffice; what was set aside goes on with the same bits."""
+    monkeypatch.setattr(KVCache, "take_out", lambda *_: pytest.fail("pages were copied"))
+    engine = make(decoder, slots=4)
+    requests = [*flood(engine, 3, "many"), *flood(engine, 1, "one")]
+    engine.step()
+    assert (engine.free_slots, engine.yields) == (0, 2)
+    chat = ask("chat", 10, replace(LONG, max_tokens=5), tenant="chat")
+    engine.add(chat)
+    assert engine.yields == 1
+    ended = [finished.id for _ in range(5) for finished in engine.step()]
+    assert ended == ["chat"]
+    assert engine.stats().preempted == 1
+    assert engine.stats().kv_tokens_used == 4 * 32
+    finished = run(engine)
+    assert engine.stats().preempted == 1
+    for request in requests:
+        assert same(finished[request.id], run(make(decoder), request)[request.id])
+
+
+def test_tenants_end_with_equally_many_rows_and_nobody_swaps_places_for_ever(decoder: Decoder) -> None:
+    engine = make(decoder, slots=8)
+    flood(engine, 8)
+    engine.step()
+    engine.add(ask("group", 10, LONG, num_samples=8, tenant="group"))
+    flood(engine, 1, "third")
+    for _ in range(20):
+        engine.step()
+    rows = [engine._seating.rows_of(tenant) for tenant in ("flood", "group", "third")]
+    assert sorted(rows) == [1, 3, 4]
+    preempted = engine.stats().preempted
+    assert preempted <= 5
+    assert len(run(engine)) == 10
+    assert engine.stats().preempted == preempted
+
+
+def test_priorities_order_the_work_of_one_tenant_alone(decoder: Decoder) -> None:
+    """Where pages are short, too, another tenant's low priority is no reason to set its work aside."""
+    engine = make(decoder, slots=4, kv_tokens=9 * 32)
+    engine.add(ask("theirs", 30, replace(LONG, max_tokens=120), tenant="b", priority=0))
+    for i in range(3):
+        engine.add(ask(f"mine{i}", 30, replace(LONG, max_tokens=120), tenant="a", priority=1))
+    theirs, steps = 0, 0
+    while engine.busy:
+        steps += 1
+        if any(finished.id == "theirs" for finished in engine.step()):
+            theirs = steps
+    assert engine.stats().preempted > 0
+    assert theirs == 119  # the first step draws two tokens
+
+
+def test_one_without_room_lets_only_tenants_with_fewer_rows_go_first(decoder: Decoder) -> None:
+    engine = make(decoder, slots=3)
+    flood(engine, 3)
+    engine.step()
+    engine.add(ask("again", 10, replace(LONG, max_tokens=2), tenant="flood"))
+    engine.add(ask("b", 10, replace(LONG, max_tokens=20), tenant="b"))
+    engine.add(ask("c", 10, replace(LONG, max_tokens=3), tenant="c"))
+    ended = [finished.id for _ in range(30) for finished in engine.step()]
+    assert ended == ["c", "b"]
+
+
+@pytest.mark.parametrize("slots", [3, 6])
+def test_crowds_of_tenants_change_no_bit_and_all_end(decoder: Decoder, adapters: dict[str, Path], slots: int) -> None:
+    """Short of rows and of pages at once, whoever comes when."""
+    requests = [replace(request, tenant="abc"[i % 5 // 2]) for i, request in enumerate(crowd(adapters, 16))]
+    engine, finished = make(decoder, slots=slots, kv_tokens=7 * 32, prefill_tokens=32), {}
+    for step in range(4000):
+        if step % 9 == 0 and step // 9 < len(requests):
+            engine.add(requests[step // 9])
+        until_read(engine)
+        finished |= {result.id: result for result in engine.step()}
+        if len(finished) == len(requests):
+            break
+    assert engine.stats().preempted > 3
+    for request in requests:
+        assert same(finished[request.id], run(make(decoder, slots=32), request)[request.id]), request.id
+    assert engine.stats().kv_tokens_used == 0
+
+
+def test_what_is_paused_can_be_cancelled(decoder: Decoder) -> None:
+    engine = make(decoder, slots=2)
+    flood(engine, 2)
+    for _ in range(3):
+        engine.step()
+    flood(engine, 1, "new")
+    engine.step()
+    partial = engine.cancel("flood1")
+    assert partial is not None
+    assert len(partial.sequences[0].tokens) == 4
+    assert set(run(engine)) == {"flood0", "new0"}
+    assert (engine.stats().kv_tokens_used, engine.free_slots) == (0, 2)
+
+
+def test_nobody_is_set_aside_for_one_that_does_not_fit_even_then(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the same pages would be copied out and in at every step."""
+    monkeypatch.setattr(KVCache, "take_out", lambda *_: pytest.fail("pages were copied"))
+    engine = make(decoder, slots=4, kv_tokens=10 * 32)
+    engine.add(ask("long", 150, replace(LONG, max_tokens=30), tenant="flood"))
+    flood(engine, 2)
+    engine.step()
+    engine.add(ask("large", 180, replace(LONG, max_tokens=2), tenant="new"))
+    for _ in range(20):
+        engine.step()
+    assert engine.stats().preempted == 0
+    assert engine.stats().running == 3

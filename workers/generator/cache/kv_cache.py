@@ -69,6 +69,10 @@ class PagePool:
             if not self._holders[page]:
                 self._free.append(page)
 
+    def alone(self, pages: Sequence[int]) -> int:
+        """How many of these have one holder, and would be free without it."""
+        return sum(self._holders[page] == 1 for page in pages)
+
 
 #: A copy of some pages of every layer, outside of the pool.
 Saved = list[Tensor]

@@ -94,7 +94,7 @@ class OpenRequests:
 
     def fail(self, progress: RequestProgress, error: BaseException) -> None:
         """End a request that failed. Its pages are wiped, because they may not be finite."""
-        for sequence in progress.running():
+        for sequence in progress.sequences[: progress.started]:
             self._seating.clear(sequence)
         self._forget(progress)
         self.finished.append(failed(progress.request.id, error, progress.facts))

@@ -2,17 +2,19 @@
 
 A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next token; a
 longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in order of
-arrival, with two exceptions: a request whose adapter is not there for it yet lets others go first, and one whose next
-block of prompt is being computed for another request waits to take it from the prefix cache.
+arrival, with three exceptions: a request whose adapter is not there for it yet lets others go first, one whose next
+block of prompt is being computed for another request waits to take it from the prefix cache, and one for which there is
+no room lets tenants go first that have fewer rows than its own.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 
 from workers.generator.cache.prefix_cache import BLOCK_TOKENS, PrefixCache
-from workers.generator.requests.progress import RequestProgress, SequenceProgress
+from workers.generator.requests.progress import RequestProgress
+from workers.generator.requests.seating import Seating
 
 
 class PrefillQueue:
@@ -45,23 +47,26 @@ class PrefillQueue:
         elif progress in self._waiting:
             self._waiting.remove(progress)
 
-    def choose(self, seat: Callable[[SequenceProgress], bool]) -> list[RequestProgress]:
+    def choose(self, seating: Seating) -> list[RequestProgress]:
         """The requests of the next prefill, each with `goal` set to the position it will reach. Those that start are
-        seated by `seat` (False: no memory is free) and get the blocks that the prefix cache has."""
+        seated, and get the blocks that the prefix cache has."""
         chosen: list[RequestProgress] = []
         computing: set[Hashable] = set()
-        left = self._budget
+        left, fewer = self._budget, float("inf")  # tenants that have fewer rows may still start a request
         for progress in [progress for progress in self if progress.ready]:
             starting = progress.started == 0
             if starting:
+                if seating.rows_of(progress.request.tenant) >= fewer:
+                    continue
                 self._look_up(progress)
                 if not computing.isdisjoint(self._wanted(progress)):
                     continue
             goal = progress.reach(left)
             if goal == progress.computed:
                 break
-            if starting and not self._start(progress, seat):
-                break
+            if starting and not self._start(progress, seating):
+                fewer = seating.rows_of(progress.request.tenant)
+                continue
             progress.goal = goal
             progress.marks = self._marks(progress, goal) | {goal}
             left -= goal - progress.computed
@@ -102,9 +107,9 @@ class PrefillQueue:
         )
         progress.computed = progress.cache_hit = len(progress.places) * BLOCK_TOKENS
 
-    def _start(self, progress: RequestProgress, seat: Callable[[SequenceProgress], bool]) -> bool:
+    def _start(self, progress: RequestProgress, seating: Seating) -> bool:
         sequence = progress.sequences[0]
-        if not seat(sequence):
+        if not seating.seat(sequence):
             return False
         progress.states = {progress.computed: self._prefix.load(progress.chain, progress.places, sequence.pages)}
         progress.started = 1

@@ -128,6 +128,11 @@ class VllmEngine:
         return max(0, self._slots - self._tally.unfinished)
 
     @property
+    def yields(self) -> int:
+        """vLLM sets nothing aside while it has room for keys and values."""
+        return 0
+
+    @property
     def busy(self) -> bool:
         return self._tally.busy
 

@@ -164,12 +164,13 @@ class Device:
 def assert_pages(engine: TorchEngine) -> None:
     """No page is owned twice or lost."""
     seating = engine._seating
-    held = Counter(page for sequence in seating._seated for of in sequence.pages for page in of.pages)
+    owned = [*(sequence.pages for sequence in seating._seated), *seating._paused.values()]
+    held = Counter(page for pages in owned for of in pages for page in of.pages)
     assert [held[page] for page in range(seating.pool.count)] == seating.pool._holders
     assert sorted(seating.pool._free) == [page for page in range(seating.pool.count) if not held[page]]
     assert len(seating._seated) <= seating.rows
     here = set(engine._open.here.values())
-    assert {sequence.owner for sequence in [*seating._seated, *seating._aside]} <= here
+    assert {sequence.owner for sequence in [*seating._seated, *seating._paused, *seating._out]} <= here
 
 
 def _failing(

@@ -222,7 +222,7 @@ class Program:
             prompt,
             sampling,
             num_samples=draw.choice([1, 1, 2, 4]),
-            tenant=draw.choice(["", "x"]),
+            tenant=draw.choice(["", "x", "y"]),
             adapter=adapter,
             adapter_folder=self.world.adapters.get(adapter),
             priority=draw.randint(0, 2),
