@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, check_org_name, member_id, organisation
+from api.commands.changes import change, change_and_tell, check_org_name, member_id, organisation
 from api.commands.places import Place, database_of, settings_of, where
 from store.people import identities, organisations
 from store.people.roles import ROLES
@@ -33,7 +33,7 @@ def create(place: Place, org: str, email: str, role: str) -> None:
                 return member.id
         return organisations.add_member(session, row.id, email, role).id
 
-    click.echo(change(place, write, may_be_new=True))
+    change_and_tell(place, write, may_be_new=True)
 
 
 @user.command("list")
@@ -69,7 +69,7 @@ def unlink(place: Place, email: str) -> None:
 
     Ends their sessions of the console. Memberships and keys stay: if the address is now somebody else's, end those
     first (weftd user remove)."""
-    click.echo(change(place, lambda session: identities.unlink(session, email)))
+    change_and_tell(place, lambda session: identities.unlink(session, email))
 
 
 @user.command("login-link")
@@ -89,6 +89,6 @@ def login_link(place: Place, org: str, email: str, operator: bool, url: str | No
     def write(session: Session) -> str:
         row = organisation(session, org)
         user_id = member_id(session, row.id, email, "make one with weftd user create")
-        return new_link(session, row.id, user_id, operator=operator)
+        return f"{base}{PREFIX}/login/{new_link(session, row.id, user_id, operator=operator)}"
 
-    click.echo(f"{base}{PREFIX}/login/{change(place, write)}")
+    change_and_tell(place, write)
