@@ -77,14 +77,16 @@ def unlink(place: Place, email: str) -> None:
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--email", required=True, help="Address of the member.")
 @click.option("--operator", is_flag=True, help="Show the operator's pages too: all organisations, cost of ownership.")
-@click.option("--url", help="Where browsers find the server (default: host and port of the settings).")
+@click.option("--url", help="Where browsers find the server (default: oidc.public_url, else its own address).")
 def login_link(place: Place, org: str, email: str, operator: bool, url: str | None) -> None:
     """Print a link that signs a member in to the console, once, within a quarter of an hour."""
     from api.console.security import PREFIX
     from api.console.sessions import new_link
+    from api.server.serve import server_at
 
     settings = settings_of(place)
-    base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
+    of_settings = f"http://{settings.host}:{settings.port}"
+    base = (url or settings.oidc.public_url or server_at(settings.data_dir) or of_settings).rstrip("/")
 
     def write(session: Session) -> str:
         row = organisation(session, org)

@@ -23,7 +23,7 @@ from scheduler.jobs.payments import close_invoices, process_webhooks, put_meter_
 from scheduler.jobs.registry import JOBS
 from scheduler.jobs.running import LEASE_S
 from store.database.db import Database
-from store.tables import Alert, Invoice, Organisation
+from store.tables import Alert, AuditEntry, Invoice, Organisation
 from tests.billing.payments.kit import START, Payments
 from tests.fakestripe import FakeStripe
 
@@ -277,6 +277,9 @@ def test_a_failed_payment_and_the_one_that_follows(payments: Payments, org_id: s
     payments.fake.stripe.pay_invoice(invoice)
     _tell(payments)
     assert (_invoice(payments).status, status()) == ("paid", "active")
+    with payments.database.read() as session:
+        noted = session.query(AuditEntry).filter_by(org_id=org_id, event="organization_status_set")
+        assert [entry.detail["to"] for entry in noted.order_by(AuditEntry.id)] == ["past_due", "active"]
 
 
 @pytest.mark.parametrize(("how", "status"), [("void", "active"), ("uncollectible", "past_due")])
