@@ -15,7 +15,7 @@ from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
 from api.http.access import declare
 from api.http.auth import while_good
-from api.routes.people.invitations import create_invitation, list_invitations, revoke_invitation
+from api.routes.people.invitations import browser_base, create_invitation, list_invitations, revoke_invitation
 from api.routes.people.members import add_member, change_role, list_members, remove_member
 from api.routes.people.projects import change_project, create_project, list_projects
 from api.state.service import ServiceDep
@@ -104,7 +104,7 @@ async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep,
         return sessions.new_link(session, who.org_id, user_id, made_by=made_by, key_id=who.key_id)
 
     token = await service.database.write(while_good(request, who, write), lock=who.org_id)
-    base = f"{request.url.scheme}://{request.url.netloc}"
+    base = browser_base(service, request)
     values: dict[str, Any] = {"link": f"{base}{PREFIX}/login/{token}", "minutes": sessions.LINK_LIFE.seconds // 60}
     return page(request, "members_link.html", viewer, **values)
 
