@@ -123,19 +123,19 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return "paid before"
     if voided and invoice.status == "open":  # it was open when it was fetched
         return "voided before"
-    if invoice.status == "void" or invoice.status == "uncollectible":
+    if invoice.status == "void":  # nobody has to pay it
         row.status = "void"
-        if invoice.status == "void":  # nobody has to pay it
-            _no_longer_failed(session, row, invoice, now)
-        return f"invoice is {invoice.status}"
+        _no_longer_failed(session, row, invoice, now)
+        return "invoice is void"
     if invoice.attempted:
-        row.status = "failed"
         _set_status(session, org_id, "active", "past_due")
         message = f"the invoice for {name_of(period)} could not be collected"
         raise_alert(session, kind="invoice_failed", ref=invoice.id, message=message, now=now, org_id=org_id)
-        return "payment failed"
-    row.status = "open"
-    return "open"
+    if invoice.status == "uncollectible":  # given up, and still owed
+        row.status = "void"
+        return "invoice is uncollectible"
+    row.status = "failed" if invoice.attempted else "open"
+    return "payment failed" if invoice.attempted else "open"
 
 
 def _of_meters(invoice: Any) -> bool:
