@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from sqlalchemy.exc import OperationalError, TimeoutError as PoolTimeout
-from weft.money import usd
+from weft.money import dollars
 from weft.wire.checks.problem import Problem
 from weft.wire.shown import quote as quote
 
@@ -176,8 +176,8 @@ class PaymentRequired(ApiError):
     code = "out_of_money"
 
     def __init__(self, why: OutOfMoney) -> None:
-        needed, available, held = (usd(n) for n in (why.needed_nusd, why.available_nusd, why.held_nusd))
-        figures = f"it can cost ${needed}, available are ${available} beside ${held} held for operations that run"
+        needed, available, held = (dollars(n) for n in (why.needed_nusd, why.available_nusd, why.held_nusd))
+        figures = f"it can cost {needed}, available are {available} beside {held} held for operations that run"
         if not why.needed_nusd:
             figures = "it is used up, and so nothing is accepted, not even what costs nothing itself"
         super().__init__(

@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     times = 20 if args.quick else 100
     with serve() as (url, data_dir):
-        pid = int((Path(data_dir) / "server.lock").read_text())
+        pid = int((Path(data_dir) / "server.lock").read_text().split()[0])
         small, bad = Small(url, make_key(data_dir, "small")), make_key(data_dir, "harmful")
         target = Target(url, bad, new_run(url, bad, BASE_MODEL))
         small.p95_s(5)

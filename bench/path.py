@@ -160,7 +160,7 @@ def main() -> None:
         light = light_clients(
             [(key, run_id, 1) for key, run_id in zip(keys, fresh, strict=True)],
             url,
-            int((data_dir / "server.lock").read_text()),
+            int((data_dir / "server.lock").read_text().split()[0]),
             times / 10,
         )
         one, sixteen = throughput(runs[:1], repeats), throughput(runs, repeats)

@@ -65,7 +65,7 @@ class Service:
     def __init__(self, url: str, data_dir: Path) -> None:
         keys = [make_key(data_dir, f"tenant-{i}") for i in range(TENANTS)]
         self._http = httpx.Client(base_url=url, headers={"X-API-Key": keys[0]}, timeout=PATIENCE_S)
-        self.pid = int((data_dir / "server.lock").read_text())
+        self.pid = int((data_dir / "server.lock").read_text().split()[0])
         clients = [tinker.ServiceClient(base_url=url, api_key=key) for key in keys]
         self._runs = [client.create_lora_training_client("toy", rank=RANK).result() for client in clients]
         self.results: list[list[float]] = [[] for _ in self._runs]  # when each client had a result

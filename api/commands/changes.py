@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -21,6 +22,18 @@ T = TypeVar("T")
 def change(place: Place, work: Callable[[Session], T], may_be_new: bool = False) -> T:
     with database_of(place, may_be_new) as database, acting_as(OPERATOR):
         return write_surely(database, work)
+
+
+def change_and_tell(place: Place, work: Callable[[Session], object], may_be_new: bool = False) -> None:
+    """A change whose result is printed before it is committed. If nothing can be printed, nothing is changed: no key is
+    good that nobody has seen, and no credit is given twice because the first time seemed to fail."""
+
+    def write(session: Session) -> None:
+        result = work(session)
+        session.flush()
+        click.echo(result)
+
+    change(place, write, may_be_new)
 
 
 def organisation(session: Session, name: str) -> Organisation:

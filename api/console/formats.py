@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from markupsafe import Markup, escape
-from weft.money import usd as usd_exact
+from weft.money import dollars, usd as usd_exact
 
 NUSD = 10**9
 
@@ -39,8 +39,9 @@ def usd(amount_nusd: int | None) -> Markup:
     """An amount as an element: text to read, and its exact value."""
     if amount_nusd is None:
         return Markup('<span class="muted">–</span>')
-    exact = usd_exact(amount_nusd)
-    return Markup('<data class="usd" value="{}" title="${}">{}</data>').format(exact, exact, usd_text(amount_nusd))
+    return Markup('<data class="usd" value="{}" title="{}">{}</data>').format(
+        usd_exact(amount_nusd), dollars(amount_nusd), usd_text(amount_nusd)
+    )
 
 
 def compact(number: int) -> str:

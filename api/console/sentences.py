@@ -209,7 +209,9 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
         f"made {fact.user(fact.target)} {fact.detail.get('role')}, who was {fact.detail.get('was')}"
     ),
     "member_removed": lambda fact: f"removed {fact.user(fact.target)}, who was {fact.detail.get('role', 'member')}",
-    "member_link_made": lambda fact: f"made a sign-in link for {fact.user(fact.target)}",
+    "member_link_made": lambda fact: (
+        f"made a sign-in link for {fact.user(fact.target)}{', as operator' if fact.detail.get('operator') else ''}"
+    ),
     "member_invited": lambda fact: f"made {_invitation(fact)}",
     "member_invitation_used": lambda fact: (
         f"made {fact.user(fact.detail.get('user_id'))} a member by {_invitation(fact)}"
@@ -223,6 +225,7 @@ SENTENCES: dict[str, Callable[[Fact], str]] = {
     "budget_removed": lambda fact: f"removed the budget {fact.target}",
     "credit_granted": lambda fact: f"gave {fact.dollars('amount_nusd')} of {fact.detail.get('kind', '')} credit",
     "credit_refunded": lambda fact: f"gave back {fact.dollars('amount_nusd')} for the operation {fact.target}",
+    "alert_resolved": lambda fact: f"marked the alert {fact.target} as over",
     "credit_taken": lambda fact: f"took {fact.dollars('amount_nusd')} out of the balance",
     "wallet_mode_set": lambda fact: (
         f"made the wallet {fact.detail.get('mode')} with a credit limit of {fact.dollars('overdraft_nusd')}"

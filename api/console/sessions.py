@@ -74,9 +74,20 @@ def sign_in_with_key(session: Session, key: str, before: str, now: datetime, oid
     return _begin(session, row.org_id, before, now, key_id=row.id, until=secret_ends(row, key))
 
 
-def new_link(session: Session, org_id: str, user_id: str, *, operator: bool = False, made_by: str | None = None) -> str:
-    """The secret of a link that signs a member in, once, made by the actor `made_by` (None: the operator)."""
+def new_link(
+    session: Session,
+    org_id: str,
+    user_id: str,
+    *,
+    operator: bool = False,
+    made_by: str | None = None,
+    key_id: int | None = None,
+) -> str:
+    """The secret of a link that signs a member in, once, made by the actor `made_by` (None: the operator) with the key
+    `key_id`."""
     now, token = datetime.now(UTC), secrets.token_urlsafe(32)
+    detail = {"operator": True} if operator else None
+    audit.record(session, org_id=org_id, key_id=key_id, event="member_link_made", target=user_id, detail=detail, at=now)
     session.add(
         LoginLink(
             token_sha256=digest(token),

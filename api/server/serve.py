@@ -90,6 +90,7 @@ def serve(settings: Settings) -> int:
     with alone, listening(settings.host, settings.port) as sock, metrics as metrics_sock:
         tables: list[str] = []
         if not settings.redis_url:
+            note_address(settings.data_dir, _url(settings.host, sock))
             settings, tables = planned(settings, cards)
         paths = {name: card.path for name, card in cards.items()}
         programs = [] if settings.redis_url else embedded_workers(settings, paths)
@@ -260,7 +261,7 @@ def only_one(data_dir: Path) -> Iterator[None]:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, str(os.getpid()).encode())
         except BlockingIOError:
-            owner = os.read(descriptor, 20).decode() or "unknown"
+            owner = _noted(descriptor)[0] or "unknown"
             says = (
                 f"another weftd (process {owner}) serves the data folder {data_dir}: end that, or name another folder"
             )
@@ -277,8 +278,25 @@ def only_one(data_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def note_address(data_dir: Path, url: str) -> None:
+    """Write where this process, which has the lock, is reached."""
+    with suppress(OSError):  # no room: the address is only for who asks `server_at`
+        (data_dir / "server.lock").write_text(f"{os.getpid()} {url}")
+
+
 def other_server(data_dir: Path) -> str | None:
     """The process that holds the lock of a data folder (`only_one`), unless it is this one."""
+    holder = _holder(data_dir)
+    return holder[0] if holder is not None and holder[0] != str(os.getpid()) else None
+
+
+def server_at(data_dir: Path) -> str | None:
+    """The address of the server that holds the lock of a data folder."""
+    holder = _holder(data_dir)
+    return (holder[2] or None) if holder is not None else None
+
+
+def _holder(data_dir: Path) -> tuple[str, str, str] | None:
     try:
         descriptor = os.open(data_dir / "server.lock", os.O_RDONLY)
     except OSError:
@@ -287,10 +305,14 @@ def other_server(data_dir: Path) -> str | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return None
     except BlockingIOError:
-        owner = os.read(descriptor, 20).decode()
-        return owner if owner != str(os.getpid()) else None
+        return _noted(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _noted(descriptor: int) -> tuple[str, str, str]:
+    """What a lock says: the process, a space, and the address."""
+    return os.read(descriptor, 512).decode().partition(" ")
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class Service:
     def __init__(self, url: str, data_dir: Path, base_model: str) -> None:
         self._url, self._base_model = url, base_model
         self._database = data_dir / "weft.db"
-        self._server = int((data_dir / "server.lock").read_text())
+        self._server = int((data_dir / "server.lock").read_text().split()[0])
         self._keys = make_keys(data_dir, [f"tenant-{i}" for i in range(TENANTS)])
 
     def settled(self) -> None:

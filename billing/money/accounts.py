@@ -19,7 +19,7 @@ from typing import Any
 
 from sqlalchemy import Select, and_, exists, insert, select
 from sqlalchemy.orm import Session
-from weft.money import usd
+from weft.money import dollars
 
 from billing.money.wallets import available_nusd, make_wallets
 from store.database import leaps
@@ -293,7 +293,7 @@ class Accounts:
         assert left is not None
         if amount_nusd > left or left <= 0:
             limit = "the prepaid balance" if wallet.mode == "prepaid" else "the credit limit"
-            figures = f"the balance is ${usd(wallet.balance_nusd)}, ${usd(wallet.overdraft_nusd)} may be owed"
+            figures = f"the balance is {dollars(wallet.balance_nusd)}, {dollars(wallet.overdraft_nusd)} may be owed"
             figures = "; ".join([figures, *self._session.scalars(_DISPUTES.where(Alert.org_id == wallet.org_id))])
             helps = 0 < amount_nusd <= left + wallet.held_nusd
             remedy = "top up" + (
@@ -358,7 +358,7 @@ def _check_budget(budget: BudgetLimit, period: PeriodRow, amount_nusd: int) -> N
         when = f"in {period.start:%Y-%m} (UTC)" if budget.period == "month" else "in total"
         remedy = "raise the budget" + (", or wait for the next month" if budget.period == "month" else "")
         limit = f"the budget of the {whose} {when}"
-        figures = f"${usd(period.spent_nusd)} of ${usd(budget.limit_nusd)} are spent"
+        figures = f"{dollars(period.spent_nusd)} of {dollars(budget.limit_nusd)} are spent"
         raise OutOfMoney(budget.scope, limit, figures, remedy, amount_nusd, left, period.held_nusd)
 
 

@@ -42,7 +42,7 @@ def stripe_secrets(settings: PaymentsSettings, environment: Mapping[str, str] = 
     if not key.startswith(("rk_", "sk_test_")):
         raise SettingsError("payments: the Stripe key must begin with rk_ (restricted) or sk_test_")
     listed = _from_environment(WEBHOOK_SECRETS, environment).replace(",", " ").split()
-    found = listed or [secret.get_secret_value() for secret in settings.webhook_secrets]
+    found = listed or [text for secret in settings.webhook_secrets if (text := secret.get_secret_value().strip())]
     if not 1 <= len(found) <= MAX_WEBHOOK_SECRETS:
         raise SettingsError(
             f"payments: {len(found)} webhook secrets; set one, or two while rotating ({WEBHOOK_SECRETS})"

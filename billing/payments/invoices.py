@@ -19,6 +19,7 @@ from billing.payments.customers import OF_METERS
 from billing.payments.meters import METERS, invoiced_nusd, is_closed, unput_uusd
 from billing.payments.periods import end_of, name_of, period_of
 from billing.reports.reconcile import check
+from store.database import audit
 from store.database.bulk import insert_into, take_locks
 from store.database.db import Database
 from store.tables import Invoice, Organisation, StripeOutbox, Wallet
@@ -122,19 +123,19 @@ def follow(session: Session, invoice: Any, now: datetime) -> str:
         return "paid before"
     if voided and invoice.status == "open":  # it was open when it was fetched
         return "voided before"
-    if invoice.status == "void" or invoice.status == "uncollectible":
+    if invoice.status == "void":  # nobody has to pay it
         row.status = "void"
-        if invoice.status == "void":  # nobody has to pay it
-            _no_longer_failed(session, row, invoice, now)
-        return f"invoice is {invoice.status}"
+        _no_longer_failed(session, row, invoice, now)
+        return "invoice is void"
     if invoice.attempted:
-        row.status = "failed"
         _set_status(session, org_id, "active", "past_due")
         message = f"the invoice for {name_of(period)} could not be collected"
         raise_alert(session, kind="invoice_failed", ref=invoice.id, message=message, now=now, org_id=org_id)
-        return "payment failed"
-    row.status = "open"
-    return "open"
+    if invoice.status == "uncollectible":  # given up, and still owed
+        row.status = "void"
+        return "invoice is uncollectible"
+    row.status = "failed" if invoice.attempted else "open"
+    return "payment failed" if invoice.attempted else "open"
 
 
 def _of_meters(invoice: Any) -> bool:
@@ -185,5 +186,7 @@ def _no_longer_failed(session: Session, row: Invoice, invoice: Any, now: datetim
 
 def _set_status(session: Session, org_id: str, before: str, after: str) -> None:
     """Set the status, unless the operator has set another one, perhaps at this moment."""
-    org = Organisation
-    session.execute(update(org).where(org.id == org_id, org.status == before).values(status=after))
+    org, detail = Organisation, {"from": before, "to": after}
+    changed = update(org).where(org.id == org_id, org.status == before).values(status=after).returning(org.id)
+    if session.scalar(changed) is not None:
+        audit.record(session, org_id=org_id, key_id=None, event="organization_status_set", target=org_id, detail=detail)

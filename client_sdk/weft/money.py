@@ -12,3 +12,8 @@ def usd(amount_nusd: int) -> str:
     """Dollars, exactly: 1_234_500_000 is "1.234500000"."""
     dollars, rest = divmod(abs(amount_nusd), 10**9)
     return f"{'-' if amount_nusd < 0 else ''}{dollars}.{rest:09d}"
+
+
+def dollars(amount_nusd: int) -> str:
+    """The same in a sentence: -1_234_500_000 is "-$1.234500000"."""
+    return f"{'-' if amount_nusd < 0 else ''}${usd(abs(amount_nusd))}"

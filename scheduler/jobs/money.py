@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import partial
 
 from sqlalchemy import Select, String, case, cast, exists, not_, select
-from weft.money import usd
+from weft.money import dollars
 
 from billing.metering import storage
 from billing.money import grants
@@ -60,7 +60,7 @@ def budget_alerts(context: JobContext) -> Result:
             raise_alert,
             kind="budget",
             ref=_ref(row),
-            message=f"{row.pct} % of a budget is spent: {usd(row.spent_nusd)} of {usd(row.limit_nusd)} USD",
+            message=f"{row.pct} % of a budget is spent: {dollars(row.spent_nusd)} of {dollars(row.limit_nusd)}",
             now=context.now(),
             org_id=row.org_id,
             detail={"budget_id": row.budget_id, "pct": row.pct},

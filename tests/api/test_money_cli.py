@@ -7,9 +7,11 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 from sqlalchemy import select
+from sqlalchemy.orm import Session
 
 from api.cli import weftd
 from billing.money.alerts import raise_alert
+from store.people.organisations import add_member, organisation_named
 from store.tables import AuditEntry
 from tests.keys import create_key
 from tests.migrated import database_in
@@ -81,10 +83,20 @@ def test_who_may_spend_nothing_in_a_mode_is_named_when_it_is_set(tmp_path: Path)
         assert done.stdout.startswith("acme\tpostpaid\t")
 
 
-def test_what_an_operator_does_with_money_is_the_operator_s_in_the_audit_log(tmp_path: Path) -> None:
+def test_what_an_operator_does_with_money_and_access_is_the_operator_s_in_the_audit_log(tmp_path: Path) -> None:
     database = database_in(tmp_path)
     database.write_now(lambda session: create_key(session, "acme"))
+    now = datetime.now(UTC)
+
+    def prepare(session: Session) -> None:
+        org_id = organisation_named(session, "acme").id
+        add_member(session, org_id, "ada@acme.example", "owner")
+        raise_alert(session, kind="dispute", ref="dp_1", message="disputed", now=now, org_id=org_id)
+
+    database.write_now(prepare)
+    assert run(tmp_path, "alert", "resolve", "1").exit_code == 0
     for command in (
+        ("user", "login-link", "--email", "ada@acme.example", "--operator"),
         ("credit", "grant", "--usd", "10"),
         ("credit", "take", "--usd", "1", "--memo", "by mistake"),
         ("budget", "set", "--usd", "100"),
@@ -94,6 +106,5 @@ def test_what_an_operator_does_with_money_is_the_operator_s_in_the_audit_log(tmp
     with database.read() as session:
         noted = session.execute(select(AuditEntry.event, AuditEntry.actor).order_by(AuditEntry.id)).all()
     database.close()
-    assert noted[1:] == [
-        (event, "operator") for event in ("credit_granted", "credit_taken", "budget_set", "wallet_mode_set")
-    ]
+    told = ("alert_resolved", "member_link_made", "credit_granted", "credit_taken", "budget_set", "wallet_mode_set")
+    assert noted[2:] == [(event, "operator") for event in told]

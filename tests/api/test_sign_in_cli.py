@@ -17,7 +17,7 @@ from api.cli import weftd
 from api.commands import doctor
 from api.console import sessions
 from api.doctor import sign_in
-from api.server.serve import CannotServe, check_oidc
+from api.server.serve import CannotServe, check_oidc, note_address, only_one
 from store.database.db import Database
 from store.load_settings import load_settings
 from store.people import identities
@@ -100,6 +100,21 @@ def test_an_account_is_unlinked(folder: Path, database: Database) -> None:
         left = select(User.email).join(BrowserSession, BrowserSession.user_id == User.id)
         assert session.scalars(left).all() == ["bob@corp.example"]  # and whoever has signed in as Ann is signed out
     assert run("user", "unlink", "--email", "nobody@corp.example", "--data-dir", str(folder))[0] == 2
+
+
+def test_a_link_leads_to_where_the_server_is(folder: Path, database: Database) -> None:
+    link = ("user", "login-link", "--org", "acme", "--email", "ann@corp.example", "--data-dir", str(folder))
+
+    def base(*more: str) -> str:
+        return run(*link, *more)[1].partition("/console/login/")[0]
+
+    assert base() == "http://127.0.0.1:8000"
+    with only_one(folder):
+        note_address(folder, "http://127.0.0.1:8123")
+        assert base() == "http://127.0.0.1:8123"
+        assert base("--config", configured(folder, "https://idp.example")) == "https://weft.example"
+        assert base("--url", "http://10.0.0.1/") == "http://10.0.0.1"
+    assert base() == "http://127.0.0.1:8000"
 
 
 class TestDoctor:

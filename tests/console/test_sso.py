@@ -75,6 +75,12 @@ def test_a_stranger_in_a_group_becomes_a_member(sso: Console, liar: Liar) -> Non
     assert entered.ip == "testclient"
 
 
+def test_a_colleagues_link_leads_to_where_browsers_find_the_server(sso: Console) -> None:
+    """Who makes it may have come by another address, which the colleague cannot reach."""
+    sso.sign_in("owner")
+    assert f"{PUBLIC}/console/login/" in sso.press(f"/members/{sso.made.users['viewer']}/link").text
+
+
 def test_without_the_liar_in_between(console: Console, liar: Liar) -> None:
     """The provider itself, with its own key and answers."""
     take_provider(console, liar.behind)

@@ -85,7 +85,7 @@ def used_up_project(world: World) -> None:
 
 NOTHING_LEFT: list[tuple[Callable[[World], None], str]] = [
     (empty_wallet, "the prepaid balance does not allow this operation: it is used up"),
-    (overdrawn, "the balance is $-5.000000000, $0.000000000 may be owed"),
+    (overdrawn, "the balance is -$5.000000000, $0.000000000 may be owed"),
     (used_up_key, "the budget of the key 1 in total does not allow this operation: it is used up"),
     (used_up_project, "the budget of the project "),
     (used_up_budget, "the budget of the organisation in "),

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 from api.commands.changes import change
 from api.commands.places import Place, database_of, refuse, where
 from billing.money.alerts import resolve_alert
+from store.database import audit
 from store.tables import Alert, Organisation
 
 
@@ -41,6 +42,10 @@ def resolve(place: Place, alert_id: int) -> None:
         if row is None or row.resolved_at is not None:
             return False
         resolve_alert(session, kind=row.kind, ref=row.ref, now=datetime.now(UTC))
+        if row.org_id is not None:
+            audit.record(
+                session, org_id=row.org_id, key_id=None, event="alert_resolved", target=f"{row.kind} {row.ref}"
+            )
         return True
 
     if not change(place, write):

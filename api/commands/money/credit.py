@@ -12,7 +12,7 @@ import click
 from sqlalchemy.orm import Session
 from weft.money import usd
 
-from api.commands.changes import change, organisation
+from api.commands.changes import change, change_and_tell, organisation
 from api.commands.places import Place, database_of, refuse, settings_of, where
 from billing.money.budgets import PERIODS, Period, Scope, count, owns, remove_budget, set_budget, states
 from billing.money.grants import GrantKind, give, take
@@ -80,7 +80,7 @@ def grant(place: Place, org: str, amount_nusd: int, days: int | None, kind: Gran
         _note(session, org_id, "credit_granted", made.id, amount_nusd=amount_nusd, kind=kind)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
-    click.echo(change(place, write))
+    change_and_tell(place, write)
 
 
 @credit.command("take")
@@ -101,7 +101,7 @@ def take_(place: Place, org: str, amount_nusd: int, memo: str) -> None:
         _note(session, org_id, "credit_taken", entry.ref_id, amount_nusd=amount_nusd)
         return f"{org}\tbalance {usd(wallet_of(session, org_id).balance_nusd)}"
 
-    click.echo(change(place, write))
+    change_and_tell(place, write)
 
 
 @credit.command()
@@ -162,7 +162,7 @@ def set_(
 
     with database_of(place) as database, database.read() as session:
         counted = count(session, *meant(session), period)
-    click.echo(change(place, write))
+    change_and_tell(place, write)
 
 
 @budget.command("list")
@@ -225,7 +225,7 @@ def mode(place: Place, org: str, mode: Mode, overdraft_nusd: int) -> None:
     if mode == "postpaid" and payments.enabled:
         with database_of(place) as database:
             _enrol(database, payments, org)
-    click.echo(change(place, write))
+    change_and_tell(place, write)
 
 
 def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:

@@ -64,7 +64,7 @@ def _facts(found: Ownership) -> dict[str, Any]:
 
 
 def _table(found: Ownership, names: Mapping[str, str]) -> str:
-    hour = found.gpu_hour
+    hour, margin_usd = found.gpu_hour, found.paid_usd - found.cost_usd
     rows = [(names.get(row.org_id, row.org_id), row.base_model, row) for row in found.margins]
     wide = max([24, *(len(name) for name, _, _ in rows)])
     long = max([24, *(len(model) for _, model, _ in rows)])
@@ -76,7 +76,7 @@ def _table(found: Ownership, names: Mapping[str, str]) -> str:
         f"{found.tokens / 1e6:.3f} Mtok, {found.tokens_per_s_per_gpu:.2f} tokens/s per GPU, utilisation "
         f"{found.utilisation:.1%}",
         f"price ${found.price_usd_per_mtok:.4f} per Mtok, cost ${found.cost_usd_per_mtok:.4f} per Mtok, margin "
-        f"${found.paid_usd - found.cost_usd:.2f}",
+        f"{'-' if margin_usd < 0 else ''}${abs(margin_usd):.2f}",
         head,
     ]
     for name, model, row in rows:

@@ -8,7 +8,7 @@ import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, check_org_name, member_id
+from api.commands.changes import change, change_and_tell, check_org_name, member_id
 from api.commands.places import Place, database_of, is_new, refuse, settings_of, where
 from store.people import keys, organisations
 from store.people.roles import ADMIN, SCOPES
@@ -59,7 +59,7 @@ def create(
 
     settings = settings_of(place)
     fresh = is_new(settings)
-    click.echo(change(place, write, may_be_new=True))
+    change_and_tell(place, write, may_be_new=True)
     if fresh:
         click.echo(f"weftd: {settings.data_dir} is new: the key is good for a server that is started on it", err=True)
 
@@ -93,7 +93,7 @@ def rotate(place: Place, prefix: str, overlap_hours: int) -> None:
             raise organisations.NoSuch(f"no key in use starts with {prefix[:12]!r}: see weftd key list")
         return keys.rotate(session, good[0], timedelta(hours=overlap_hours))
 
-    click.echo(change(place, write))
+    change_and_tell(place, write)
 
 
 @key.command("list")

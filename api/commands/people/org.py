@@ -6,7 +6,7 @@ import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, check_org_name, organisation
+from api.commands.changes import change, change_and_tell, check_org_name, organisation
 from api.commands.people import org_data
 from api.commands.places import Place, database_of, refuse, settings_of, where
 from billing.metering.quotas import QUOTAS, Standing, standings
@@ -31,7 +31,7 @@ org.add_command(org_data.delete)
 def create(place: Place, name: str) -> None:
     """Make an organisation, and print its id. An existing one is left unchanged."""
     check_org_name(name)
-    click.echo(change(place, lambda session: organisations.organisation_named(session, name).id, True))
+    change_and_tell(place, lambda session: organisations.organisation_named(session, name).id, True)
 
 
 @org.command("list")

@@ -6,7 +6,7 @@ import click
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, organisation
+from api.commands.changes import change, change_and_tell, organisation
 from api.commands.places import Place, database_of, where
 from store.people import organisations
 from store.tables import Project
@@ -23,7 +23,7 @@ def project() -> None:
 @click.argument("name")
 def create(place: Place, org: str, name: str) -> None:
     """Make a project, and print its id."""
-    click.echo(change(place, lambda s: organisations.create_project(s, organisation(s, org).id, name).id))
+    change_and_tell(place, lambda s: organisations.create_project(s, organisation(s, org).id, name).id)
 
 
 @project.command()

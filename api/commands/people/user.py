@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from sqlalchemy.orm import Session
 
-from api.commands.changes import change, check_org_name, member_id, organisation
+from api.commands.changes import change, change_and_tell, check_org_name, member_id, organisation
 from api.commands.places import Place, database_of, settings_of, where
 from store.people import identities, organisations
 from store.people.roles import ROLES
@@ -33,7 +33,7 @@ def create(place: Place, org: str, email: str, role: str) -> None:
                 return member.id
         return organisations.add_member(session, row.id, email, role).id
 
-    click.echo(change(place, write, may_be_new=True))
+    change_and_tell(place, write, may_be_new=True)
 
 
 @user.command("list")
@@ -69,7 +69,7 @@ def unlink(place: Place, email: str) -> None:
 
     Ends their sessions of the console. Memberships and keys stay: if the address is now somebody else's, end those
     first (weftd user remove)."""
-    click.echo(change(place, lambda session: identities.unlink(session, email)))
+    change_and_tell(place, lambda session: identities.unlink(session, email))
 
 
 @user.command("login-link")
@@ -77,18 +77,20 @@ def unlink(place: Place, email: str) -> None:
 @click.option("--org", required=True, help="Name of the organisation.")
 @click.option("--email", required=True, help="Address of the member.")
 @click.option("--operator", is_flag=True, help="Show the operator's pages too: all organisations, cost of ownership.")
-@click.option("--url", help="Where browsers find the server (default: host and port of the settings).")
+@click.option("--url", help="Where browsers find the server (default: oidc.public_url, else its own address).")
 def login_link(place: Place, org: str, email: str, operator: bool, url: str | None) -> None:
     """Print a link that signs a member in to the console, once, within a quarter of an hour."""
     from api.console.security import PREFIX
     from api.console.sessions import new_link
+    from api.server.serve import server_at
 
     settings = settings_of(place)
-    base = (url or f"http://{settings.host}:{settings.port}").rstrip("/")
+    of_settings = f"http://{settings.host}:{settings.port}"
+    base = (url or settings.oidc.public_url or server_at(settings.data_dir) or of_settings).rstrip("/")
 
     def write(session: Session) -> str:
         row = organisation(session, org)
         user_id = member_id(session, row.id, email, "make one with weftd user create")
-        return new_link(session, row.id, user_id, operator=operator)
+        return f"{base}{PREFIX}/login/{new_link(session, row.id, user_id, operator=operator)}"
 
-    click.echo(f"{base}{PREFIX}/login/{change(place, write)}")
+    change_and_tell(place, write)

@@ -15,13 +15,12 @@ from api.console.security import PREFIX, ViewerDep, need_fresh
 from api.errors import Forbidden
 from api.http.access import declare
 from api.http.auth import while_good
-from api.routes.people.invitations import create_invitation, list_invitations, revoke_invitation
+from api.routes.people.invitations import browser_base, create_invitation, list_invitations, revoke_invitation
 from api.routes.people.members import add_member, change_role, list_members, remove_member
 from api.routes.people.projects import change_project, create_project, list_projects
 from api.state.service import ServiceDep
 from api.who.credentials import changed_member
 from api.who.reach import Reach, permit
-from store.database import audit
 from store.people import organisations
 from store.people.roles import ROLES
 from store.tables import Organisation
@@ -101,11 +100,11 @@ async def sign_in_link(request: Request, service: ServiceDep, viewer: ViewerDep,
         changed_member(session, who, user_id, "make a sign-in link for this member")
         if sessions.sso_required(session.get_one(Organisation, who.org_id), oidc):
             raise Forbidden(f"members of this organisation sign in with {oidc.name}, and so a link would open nothing")
-        audit.record(session, org_id=who.org_id, key_id=who.key_id, event="member_link_made", target=user_id)
-        return sessions.new_link(session, who.org_id, user_id, made_by=who.link_by or who.actor)
+        made_by = who.link_by or who.actor
+        return sessions.new_link(session, who.org_id, user_id, made_by=made_by, key_id=who.key_id)
 
     token = await service.database.write(while_good(request, who, write), lock=who.org_id)
-    base = f"{request.url.scheme}://{request.url.netloc}"
+    base = browser_base(service, request)
     values: dict[str, Any] = {"link": f"{base}{PREFIX}/login/{token}", "minutes": sessions.LINK_LIFE.seconds // 60}
     return page(request, "members_link.html", viewer, **values)
 

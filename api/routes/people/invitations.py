@@ -58,7 +58,7 @@ async def create_invitation(request: Request, service: ServiceDep, who: PresentP
 
     def write(session: Session) -> InvitationWithLink:
         row, secret = invitations.make(session, who.org_id, body.role, body.days, body.email, who.key_id)
-        return InvitationWithLink(**_shown(row).model_dump(), link=_base(service, request) + JOIN + secret)
+        return InvitationWithLink(**_shown(row).model_dump(), link=browser_base(service, request) + JOIN + secret)
 
     return await service.database.write(while_good(request, who, write), lock=who.org_id)
 
@@ -78,7 +78,7 @@ async def revoke_invitation(invitation_id: str, service: ServiceDep, who: Presen
     return StatusResponse(status="revoked")
 
 
-def _base(service: Service, request: Request) -> str:
+def browser_base(service: Service, request: Request) -> str:
     """The address at which browsers find this server: from the settings, else from the request."""
     return (service.settings.oidc.public_url or str(request.base_url)).rstrip("/")
 

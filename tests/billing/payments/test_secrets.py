@@ -42,6 +42,13 @@ def test_what_is_refused_is_not_repeated(environment: dict[str, str], message: s
     assert "planted" not in str(caught.value)
 
 
+def test_an_empty_secret_is_none() -> None:
+    """Everybody could sign with it."""
+    settings = SETTINGS.model_copy(update={"webhook_secrets": [SecretStr("")]})
+    with pytest.raises(SettingsError, match="0 webhook secrets"):
+        stripe_secrets(settings, {})
+
+
 def test_nothing_at_all(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=KEY):
         stripe_secrets(PaymentsSettings(enabled=True), {})

@@ -205,7 +205,7 @@ def test_the_alert_of_a_budget_says_amounts_below_a_cent(world: Payments) -> Non
     run_now(world.context, JOBS["budget_alerts"])
     with world.database.read() as session:
         alert = session.scalars(select(tables.Alert).filter_by(kind="budget")).one()
-    assert alert.message == "50 % of a budget is spent: 0.000108000 of 0.000200000 USD"
+    assert alert.message == "50 % of a budget is spent: $0.000108000 of $0.000200000"
 
 
 @pytest.mark.parametrize("period", ["month", "total"])

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.errors import WeftError
-from weft.money import amount_nusd, usd
+from weft.money import amount_nusd, dollars
 
 
 class BudgetSpent(WeftError):
@@ -35,8 +35,8 @@ class Purse:
         """Hold the most that a request can cost, or raise `BudgetSpent`."""
         if self.limit_nusd is not None and self.spent_nusd + self.held_nusd + amount > self.limit_nusd:
             raise BudgetSpent(
-                f"the budget of ${usd(self.limit_nusd)} could be passed: ${usd(self.spent_nusd)} are spent,"
-                f" ${usd(self.held_nusd)} held for what is under way, and this would cost up to ${usd(amount)}"
+                f"the budget of {dollars(self.limit_nusd)} could be passed: {dollars(self.spent_nusd)} are spent,"
+                f" {dollars(self.held_nusd)} held for what is under way, and this would cost up to {dollars(amount)}"
             )
         self.held_nusd += amount
         return amount
