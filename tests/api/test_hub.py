@@ -49,6 +49,21 @@ def test_lists(world: World, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("served", "asked"),
+    [
+        ("org/model:peft:262144", "org/model"),
+        ("org/model/variant:peft:64", "org/model/variant"),
+        ("org/model/variant", "org/model"),
+        ("meta-llama/Llama-3.2-1B", "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"),
+    ],
+)
+def test_a_model_is_found_by_the_name_that_tinkers_sdk_makes_of_its_own(world: World, served: str, asked: str) -> None:
+    object.__setattr__(world.service, "cards", {"org/other": None, served: world.service.cards[MODEL]})
+    assert ask(world, f"api/models/{asked}").json()["id"] == asked
+    assert ask(world, f"{asked}/resolve/main/tokenizer.json").content == TOKENIZER
+
+
+@pytest.mark.parametrize(
     ("path", "code"),
     [
         ("api/models/other/model", "RepoNotFound"),

@@ -139,7 +139,8 @@ class TestSamples:
 
     BAD: ClassVar[dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
         "empty prompt": ({}, {"tokens": []}, "prompt: empty"),
-        "long prompt": ({}, {"tokens": [1] * 17}, "17 tokens.*16"),
+        # the words by which agents' proxies, as the cookbook's, know that a conversation has to be shortened
+        "long prompt": ({}, {"tokens": [1] * 17}, "prompt is too long: 17 tokens.*16"),
         "token beyond vocabulary": ({}, {"tokens": [1, 100]}, "token 100 at position 1.*0 to 99"),
         "too many samples": ({}, {"num_samples": 5}, "1 to 4, got 5"),
         "top_k 0": ({"top_k": 0}, {}, "top_k.*got 0"),

@@ -28,6 +28,9 @@ router = APIRouter(prefix="/hub")
 
 MAIN = "main"
 
+#: Where Tinker's SDK looks for the tokenizer of every Llama 3.
+LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+
 
 @dataclass(frozen=True)
 class Repository:
@@ -46,9 +49,17 @@ class Repository:
         return NotFound(f"no {what} of the tokenizer of model {quote(self.name)}", headers={"x-error-code": code})
 
 
+def names_of(model: str) -> tuple[str, ...]:
+    """The names by which a base model's tokenizer is asked for. Tinker's SDK leaves out what follows a ":", as in
+    `org/model:peft:262144`; where it knows no tokenizer_id, also the variant of `org/model/variant`."""
+    plain = model.partition(":")[0]
+    return model, plain, LLAMA_3 if plain.startswith("meta-llama/Llama-3") else "/".join(plain.split("/")[:2])
+
+
 async def repository(name: str, service: ServiceDep, who: PrincipalDep) -> Repository:
+    served = name if name in service.cards else next((m for m in service.cards if name in names_of(m)), name)
     try:
-        folder = card_of(service, name).path
+        folder = card_of(service, served).path
     except NotFound as error:
         raise NotFound(error.detail, headers={"x-error-code": "RepoNotFound"}) from None
     return Repository(name, folder, by_path(await tokenizer_files(folder)))

@@ -165,8 +165,8 @@ class PromptProvenanceSpan:
     """`length` tokens copied from position `offset` of the prompt of a sampled sequence."""
 
     sequence_id: str
-    offset: int
-    length: int
+    offset: int = 0
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ class SampledProvenanceSpan:
     """`length` tokens copied from position `offset` of what was sampled for a sequence."""
 
     sequence_id: str
-    offset: int
-    length: int
+    offset: int = 0
+    length: int = 0
 
 
 ProvenanceSpan = PromptProvenanceSpan | SampledProvenanceSpan

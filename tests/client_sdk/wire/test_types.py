@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -235,6 +236,12 @@ def test_tensors_in_json() -> None:
     for wrong in ({**body, "x": 1}, {**body, "shape": [3]}, {**body, "dtype": "float64"}, "tensor"):
         with pytest.raises(ValidationError, match="target_prompt_logprobs"):
             types.SampleRequest.model_validate({**given, "target_prompt_logprobs": wrong})
+
+
+@pytest.mark.parametrize("kind", ["PromptProvenanceSpan", "SampledProvenanceSpan"])
+def test_a_span_begins_at_0_unless_it_says_otherwise(kind: str) -> None:
+    ours, theirs = (getattr(module, kind)(sequence_id="a", length=2) for module in (types, tinker_types))
+    assert asdict(ours) == asdict(theirs)
 
 
 def test_provenance_tiles() -> None:

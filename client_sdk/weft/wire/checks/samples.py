@@ -55,7 +55,8 @@ def prompt_problems(tokens: Tokens, model: ModelLimits | None, name: str) -> Ite
         return
     longest = model.context_length
     if tokens.size > longest:
-        what = f"{tokens.size} tokens, the context length of {name} is {longest}"
+        # "prompt is too long": what proxies of agents look for, to have a conversation shortened
+        what = f"prompt is too long: {tokens.size} tokens, the context length of {name} is {longest}"
         yield Problem("prompt", what, longest, int(tokens.size))
     bad = np.flatnonzero((tokens < 0) | (tokens >= model.vocab_size))
     if bad.size:
