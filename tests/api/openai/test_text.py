@@ -310,6 +310,22 @@ def test_a_stream_finds_the_calls_that_the_whole_answer_has(
     assert [call["function"] for call in whole] == [call["function"] for call in parsed.calls]
 
 
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ('Sure.\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', "Sure."),
+        ("a\n\nb\n<tool_call>x", "a\n\nb\n<tool_call>x"),
+        ("a\n\nb\n", "a\n\nb\n"),
+    ],
+)
+def test_a_stream_says_beside_a_call_what_the_whole_answer_does(text: ModelText, written: str, told: str) -> None:
+    """A client sends it back, and the template puts the line break before the call: a second one would be no draw."""
+    form = Form(text, chat=True, tools=True)
+    stream = form.stream()
+    said = "".join(stream.push([token]) for token in text.encode(written, special=False))
+    assert said + form.parsed(stream.end()).content == form.parsed(written).content == told
+
+
 def test_text_that_is_no_call_is_told_as_it_comes(text: ModelText) -> None:
     stream = TextStream(text.decode, hold="{", alone=True)
     assert [stream.push(text.encode(words)) for words in ("So", ": {", "a}")] == ["So", ": {", "a}"]
