@@ -94,7 +94,8 @@ def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> 
             refused = not_here(request)
             return astray(request, refused.detail) or anywhere(refused)
         if error.status_code == 405:
-            return anywhere(NoMethod(f"{request.scope['path']} does not take {request.method}", headers=error.headers))
+            told = f"{request.scope['path']} does not take {request.method}; send {(error.headers or {}).get('Allow')}"
+            return anywhere(NoMethod(told, headers=error.headers))
         return JSONResponse(body_of(str(error.detail), "http_error"), error.status_code, error.headers)
 
     app.add_middleware(LastResort)

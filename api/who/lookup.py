@@ -76,7 +76,7 @@ def run_by_id(session: Session, who: Principal, run_id: str) -> tables.Run:
 
 
 def no_run(run_id: str) -> NotFound:
-    return NotFound(f"no model {quote(run_id)}")
+    return NotFound(f"no model {quote(run_id)}; `weft runs` lists the ids of those that this key sees")
 
 
 def sampler_by_id(session: Session, who: Principal, sampler_id: str) -> tables.Sampler:
@@ -119,7 +119,7 @@ def readable_checkpoint(
         query = query.where(or_(*readable))
         row = session.scalars(query.with_for_update(read=True) if keep else query).one_or_none()
     if row is None or expired(row):
-        raise NotFound(f"no checkpoint {path}")
+        raise NotFound(f"no checkpoint {path}; `weft checkpoints` lists those that this key sees")
     return row
 
 

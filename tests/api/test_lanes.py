@@ -34,7 +34,9 @@ def test_a_run_that_its_owner_just_used_is_not_found_by_others(world: World, sam
     step(world, run, 1)
     sample(world, sampler, 0)
     for _ in range(2):
-        assert step(world, run, 2, world.other_key, 404)["detail"] == f"no model '{run}'"
+        assert step(world, run, 2, world.other_key, 404)["detail"] == (
+            f"no model '{run}'; `weft runs` lists the ids of those that this key sees"
+        )
         assert "no sampling session" in sample(world, sampler, 1, world.other_key, 404)["detail"]
     step(world, run, 2)
     sample(world, sampler, 1)

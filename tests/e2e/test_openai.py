@@ -240,7 +240,7 @@ def test_streams_of_several_prompts_have_their_indices(client: openai.OpenAI, se
 
 
 def test_what_exceeds_the_context_is_refused_by_each_doors_parameter_name(http: httpx.Client) -> None:
-    long, draws = [1] * 2048, {"model": BASE_MODEL, "max_tokens": 1}
+    long, draws = [1] * 2049, {"model": BASE_MODEL, "max_tokens": 1}
     said = [{"role": "user", "content": "3 " * 2048}]
     asked = {
         "/v1/completions": draws | {"prompt": long},
@@ -252,6 +252,13 @@ def test_what_exceeds_the_context_is_refused_by_each_doors_parameter_name(http: 
     errors = [http.post(door, json=body).json()["error"] for door, body in asked.items()]
     assert {error["code"] for error in errors} == {"context_length_exceeded"}
     assert [error["param"] for error in errors] == ["prompt", "messages", "tokens", "input", "token_ids"]
+
+
+def test_a_prompt_that_fills_the_context_draws_one_token_as_a_sample_does(http: httpx.Client) -> None:
+    """The last token takes no place: it is not read."""
+    body = {"model": BASE_MODEL, "prompt": [1] * 2048, "max_tokens": 5, "return_token_ids": True}
+    choice = http.post("/v1/completions", json=body).json()["choices"][0]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (1, "length")
 
 
 def test_bad_token_ids_and_stops_are_refused_by_each_doors_parameter_name(http: httpx.Client) -> None:
@@ -275,7 +282,7 @@ def test_bad_token_ids_and_stops_are_refused_by_each_doors_parameter_name(http: 
     [
         ({"prompt": ["3"] * 129}, "prompt: 129 prompts, the limit is 128: send fewer in each request"),
         ({"prompt": ["3"] * 128, "n": 9}, "prompts x n: 1152 choices in one answer, the limit is 1024"),
-        ({"prompt": [[1], [1] * 2048]}, "prompt[1]: This model's maximum context length is 2048 tokens"),
+        ({"prompt": [[1], [1] * 2049]}, "prompt[1]: This model's maximum context length is 2048 tokens"),
         ({"prompt": [[1], [10**6]]}, "prompt[1]: prompt: token"),
         ({"prompt": [[1], []]}, "prompt[1]: prompt: "),
         ({"prompt": ["3", "4"], "n": 2} | IDS, "return_token_ids: of several prompts only with n: 1"),

@@ -207,6 +207,11 @@ def test_what_a_door_does_not_do_is_refused_by_name(http: httpx.Client, path: st
     assert refusal["param"] == list(asked)[-1]
 
 
+def test_a_token_that_is_none_is_named(http: httpx.Client) -> None:
+    refusal = post(http, "/detokenize", {"model": BASE_MODEL, "tokens": [1, 10**6]}, status=400)["error"]
+    assert refusal["message"] == "tokens: token 1000000 at position 1; this model's tokens are 0 to 1559"
+
+
 def test_routed_experts(http: httpx.Client, sampler: weft.SamplingClient) -> None:
     direct = sampler.sample(
         ModelInput.from_ints(PROMPT), 1, SamplingParams(max_tokens=6, seed=4), return_routed_experts=True

@@ -207,18 +207,20 @@ def of_prompt_at(place: int, prompts: int) -> Iterator[None]:
 
 
 def _room_behind(prompts: Sequence[Sequence[int]], longest: int, max_tokens: int | None, field: str) -> list[int]:
-    """How many tokens may be drawn after each prompt, at most. Raises Refused for a prompt that does not fit."""
+    """How many tokens may be drawn after each prompt, at most; the last one takes no position
+    (`api.checks.samples.check_sample`). Raises Refused for a prompt that does not fit."""
     most = list[int]()
     for place, prompt in enumerate(prompts):
         with of_prompt_at(place, len(prompts)):
-            if len(prompt) > longest or (len(prompt) == longest and max_tokens != 0):
+            if len(prompt) > longest:
                 raise Refused(
                     f"This model's maximum context length is {longest} tokens, and the prompt has {len(prompt)}: "
                     "shorten it",
                     field,
                     "context_length_exceeded",
                 )
-        most.append(min(max_tokens if max_tokens is not None else longest, longest - len(prompt)))
+        room = longest - len(prompt) + 1
+        most.append(room if max_tokens is None else min(max_tokens, room))
     return most
 
 

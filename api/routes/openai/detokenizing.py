@@ -16,7 +16,8 @@ Decode = Callable[[Sequence[int]], str]
 
 class TextStream:
     """The text of one sequence, which continues tokens `before`. `stops` end the text and are not part of it. Text from
-    `hold` on is kept back until the end; with `alone` only if nothing but space comes before it."""
+    `hold` on, and line breaks before it, are kept back until the end; with `alone` only if nothing but space comes
+    before it."""
 
     def __init__(
         self,
@@ -77,6 +78,8 @@ class TextStream:
         elif not self._hold or (place := waiting.find(self._hold)) < 0:
             marks = [*([] if self._over else self._stops), *([self._hold] if self._hold else [])]
             place = _begun(waiting, sorted(marks))
+        if self._hold:
+            place = len(waiting[:place].rstrip("\n"))
         self._waiting = waiting[place:]
         return waiting[:place]
 

@@ -113,7 +113,10 @@ async def detokenize(request: Request, service: ServiceDep, who: PrincipalDep) -
     body = await body_of(request, DetokenizeBody)
     body.refuse_unknown()
     target = await _target(service, who, body.model)
-    if max(body.tokens, default=0) >= target.card.vocab_size:
-        raise Refused(f"tokens: must be below {target.card.vocab_size}", "tokens")
+    size = target.card.vocab_size
+    for place, token in enumerate(body.tokens):
+        if token >= size:
+            told = f"tokens: token {token} at position {place}; this model's tokens are 0 to {size - 1}"
+            raise Refused(told, "tokens")
     text = await in_turn(who.org_id, lambda: target.text.decode(body.tokens, special=True))
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

@@ -64,8 +64,7 @@ def messages_of(body: ResponsesBody) -> list[Json]:
     for place, item in enumerate(items):
         kind = item.get("type") or "message"
         if kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
-            role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": _text(item.get("content"), place)})
+            messages.append({"role": item["role"], "content": _text(item.get("content"), place)})
         elif kind == "function_call" and isinstance(item.get("name"), str):
             function = {"name": item["name"], "arguments": item.get("arguments") or "{}"}
             call = {"id": item.get("call_id"), "type": "function", "function": function}

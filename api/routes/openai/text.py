@@ -30,6 +30,8 @@ PIECE = 1 << 16
 CONTEXT = 8
 #: The roles of OpenAI's API.
 ROLES = ("assistant", "developer", "function", "system", "tool", "user")
+#: Roles whose messages need no content: calls, and functions that return nothing.
+MAY_BE_SILENT = ("assistant", "function")
 #: Fields of a message beside its content.
 SAID = ("audio", "function_call", "refusal", "tool_calls")
 #: Matches templates that tell several users apart by their names.
@@ -263,7 +265,10 @@ def _plain(message: Mapping[str, Any], where: str, template: ChatTemplate) -> di
     plain = {name: value for name, value in message.items() if value is not None}
     if role == "developer" and role not in template.own:
         plain["role"] = "system"
-    plain["content"] = _text(message.get("content"), where)
+    if "content" not in plain and role not in MAY_BE_SILENT:
+        what = f"missing; send what role {quote(role)} says as text"
+        raise Refused(f"{where}.content: {what}", f"{where}.content")
+    plain["content"] = _text(plain.get("content"), where)
     if plain.get("tool_calls"):
         plain["tool_calls"] = _plain_calls(plain["tool_calls"], f"{where}.tool_calls")
     return plain

@@ -13,8 +13,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from api.routes.openai.answers import Form
+from api.routes.openai.bodies import ResponsesBody
 from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
 from api.routes.openai.errors import Refused
+from api.routes.openai.responses import messages_of
 from api.routes.openai.text import AT_ONCE, PIECE, ModelText, in_turn
 from api.routes.openai.tools import check_tools, parse_calls
 from workers.model.tiny import TINY_PATH
@@ -156,6 +158,8 @@ def test_a_clients_messages_are_made_plain(text: ModelText) -> None:
         ({"role": ["user"]}, "messages[1].role: ['user'] is not known"),
         ({"role": "user", "content": 5}, "messages[1].content: only text can be read here; leave the rest out"),
         ({"role": "user", "content": {"text": "x"}}, "messages[1].content: only text can be read here; leave"),
+        ({"role": "user", "contents": "x"}, "messages[1].content: missing; send what role 'user' says as text"),
+        ({"role": "tool", "content": None}, "messages[1].content: missing; send what role 'tool' says as text"),
         ({"role": "assistant", "tool_calls": "add"}, "messages[1].tool_calls[0]: must be {'type': 'function',"),
         ({"role": "assistant", "tool_calls": [{"name": "add"}]}, "messages[1].tool_calls[0]: must be"),
     ],
@@ -175,6 +179,7 @@ def test_a_developer_is_a_system_where_the_template_knows_none(text: ModelText, 
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}" + shown + "{% endfor %}")
     own = ModelText(tmp_path, CONTEXT)
     assert own.render([*said, {"role": "ipython", "content": "8"}]) == own.encode("DBe shortD8")
+    assert own.render(messages_of(ResponsesBody(model="m", input=said))) == own.encode("DBe short")
     with pytest.raises(Refused, match="one of assistant, developer, function, ipython, system, tool, user"):
         own.render([{"role": "usr", "content": "x"}])
     with pytest.raises(Refused, match="the chat template of this model leaves out what"):
@@ -303,6 +308,22 @@ def test_a_stream_finds_the_calls_that_the_whole_answer_has(
     assert [call["function"]["name"] for call in parsed.calls] == calls
     whole = parse_calls(written, LLAMA).calls
     assert [call["function"] for call in whole] == [call["function"] for call in parsed.calls]
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ('Sure.\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', "Sure."),
+        ("a\n\nb\n<tool_call>x", "a\n\nb\n<tool_call>x"),
+        ("a\n\nb\n", "a\n\nb\n"),
+    ],
+)
+def test_a_stream_says_beside_a_call_what_the_whole_answer_does(text: ModelText, written: str, told: str) -> None:
+    """A client sends it back, and the template puts the line break before the call: a second one would be no draw."""
+    form = Form(text, chat=True, tools=True)
+    stream = form.stream()
+    said = "".join(stream.push([token]) for token in text.encode(written, special=False))
+    assert said + form.parsed(stream.end()).content == form.parsed(written).content == told
 
 
 def test_text_that_is_no_call_is_told_as_it_comes(text: ModelText) -> None:
