@@ -112,17 +112,20 @@ def test_shared_files_stay_for_the_last_who_needs_them(world: World) -> None:
     """A copy, an active sampler, a live run that was loaded from them, and a save that is not settled yet."""
     world.add(world.session("s"), world.run("s"), world.session("old", "finished"), world.run("old", "closed"))
     refs = [world.folder(f"weights/{name}") for name in ("copy", "sampler", "loaded", "saving", "over", "done", "late")]
+    saved = world.folder("weights/saved")  # whose checkpoint has been deleted
     world.add(
         world.checkpoint("old:train:0", refs[0], "copy"),
         world.sampler("s", refs[1]),
         world.operation("load", "s:train:0", "create", "done", Create(SPEC, "interactive", source(refs[2]))),
         world.operation("saving", "s:train:0", "save_state", "queued", Save("weights", "a")),
+        world.operation("saved", "s:train:0", "save_state", "done", Save("weights", "b")),
         world.sampler("old", refs[4]),
+        world.operation("sampled", "old:sample:0", "sample", "done", Sample(1, 1, "interactive")),
         world.operation("lo-old", "old:train:0", "load_state", "done", Load(source(refs[5]))),
         world.sampler("old", refs[6], 1),
         world.operation("sample", "old:sample:1", "sample", "queued", Sample(1, 1, "interactive")),
     )
-    assert world.twice() == [refs[5], refs[4]]
+    assert world.twice() == [refs[5], refs[4], saved]
     with world.database.read() as session:
         assert [in_use(session, ref) for ref in refs] == [True, True, True, True, False, False, True]
 

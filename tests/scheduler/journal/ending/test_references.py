@@ -38,6 +38,8 @@ def test_files_that_are_needed(database: Database) -> None:
         operation("kept", 6, "optim_step", result_ref="results/6", result_bytes=10),
         operation("kept", 7, "optim_step", result_ref="results/7"),  # forgotten
         operation("kept", 8, "forward_backward"),
+        operation("kept", 9, "save_state", plan=Save("weights", "a")),
+        operation("kept", 10, "save_sampler", result_bytes=10),  # its result is in its row
         operation("broken", 1, "forward_backward"),
         operation("closed", 1, "forward_backward"),
         operation("closed", 2, "sample", "queued"),
@@ -48,6 +50,14 @@ def test_files_that_are_needed(database: Database) -> None:
         "broken": {"snapshot_seq": 0, "broken": "a disk was full"},
         "closed": {"snapshot_seq": 0, "state": "closed"},
     }
+    sampler = tables.Sampler(
+        id="new:sample:0", session_id="new", sampling_session_seq_id=0, base_model="m", adapter_ref="", kind="base",
+        created_at=NOW,
+    )  # fmt: skip
+    saved = tables.Checkpoint(
+        id="c", run_id="kept:train:0", kind="weights", name="a", ref="weights/kept-9", size_bytes=1, public=False,
+        user_metadata={}, created_at=NOW,
+    )  # fmt: skip
     turn = tables.SessionTurn(request_id="q", name="chat", ref="turns/q", size_bytes=1, created_at=NOW)
 
     def write(session: Any) -> set[str]:
@@ -57,7 +67,7 @@ def test_files_that_are_needed(database: Database) -> None:
             session.add(session_row(org, NOW, name))
             session.flush()
             session.add(run_row(org, NOW, f"{name}:train:0", name, snapshot_ref=snapshot, **columns))
-        for row in (*operations, turn):
+        for row in (*operations, sampler, saved, turn):
             row.org_id = org
             session.add(row)
         session.flush()
@@ -65,5 +75,5 @@ def test_files_that_are_needed(database: Database) -> None:
 
     assert database.write_now(write) == {
         *("ops/new-1", "ops/new-2", "ops/new-5", "ops/kept-8", "ops/closed-2"),
-        *("weights/loaded", "runs/kept", "results/6", "turns/q"),
+        *("weights/loaded", "weights/kept-9", "runs/kept", "results/6", "turns/q"),
     }
