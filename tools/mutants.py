@@ -77,6 +77,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
     "billing/prices.py": ("--noconftest", "tests/billing/test_prices.py"),
+    "billing/reports/reconcile.py": ("tests/billing/reports/test_reconcile.py",),
+    "billing/reports/spending.py": ("tests/billing/reports/test_spending.py",),
     "client_sdk/weft/rl/loops/batch.py": ("--noconftest", "tests/client_sdk/rl/test_batch.py"),
     "client_sdk/weft/rl/loops/checkpoint.py": ("--noconftest", "tests/client_sdk/rl/test_checkpoints.py"),
     "client_sdk/weft/rl/loops/distill.py": ("--noconftest", "tests/client_sdk/rl/test_train.py"),
@@ -116,6 +118,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("--noconftest", "tests/client_sdk/rl/test_supervised.py", "tests/client_sdk/rl/test_dpo.py"),
         *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),
     ),
+    "scheduler/jobs/reaper.py": ("tests/scheduler/jobs/test_reaper.py",),
     "scheduler/journal/accepting/acceptance.py": (
         *("tests/scheduler/journal/accepting/test_acceptance.py", "tests/scheduler/journal/test_small_bodies.py"),
         *("tests/scheduler/journal/test_journal.py", "tests/scheduler/journal/test_database_away.py", "-k"),
@@ -130,6 +133,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py",),
     "scheduler/journal/ending/completions.py": ("--noconftest", "tests/scheduler/journal/ending/test_completions.py"),
     "scheduler/journal/ending/outcomes.py": ("tests/scheduler/journal/ending/test_outcomes.py",),
+    "scheduler/journal/ending/references.py": (
+        *("tests/scheduler/journal/ending/test_references.py", "tests/scheduler/jobs/test_reaper.py"),
+    ),
     "scheduler/journal/ending/results.py": ("tests/scheduler/journal/ending/test_results.py",),
     "scheduler/journal/ending/settlement.py": (
         *("tests/scheduler/journal/ending/test_settlement.py", "tests/scheduler/journal/ending/test_made.py"),
@@ -169,6 +175,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "workers/model/isolation.py": (
         *("--noconftest", "tests/workers/model/test_probe.py", "tests/workers/model/test_probe_rows.py"),
+    ),
+    "workers/trainer/steps/adamw.py": (
+        *("tests/workers/trainer/test_optimizer.py", "tests/workers/trainer/test_answered.py"),
+        "tests/workers/trainer/test_short_steps.py",
+    ),
+    "workers/trainer/steps/dimuon.py": (
+        *("tests/workers/trainer/test_dimuon.py", "tests/workers/trainer/test_short_steps.py"),
     ),
 }
 
