@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from scheduler.order.expected_cost import WEIGHT_LASTS_S, ExpectedCosts
+from scheduler.order.expected_cost import MEMORY, WEIGHT_LASTS_S, ExpectedCosts
 from scheduler.order.operations import SAMPLE, Operation
 from scheduler.order.plans import Sample
 
@@ -45,6 +45,15 @@ def test_the_mean_follows_a_change() -> None:
     for length in [100] * 64 + [10] * 400:
         made.ended(sample(sequences=1), {"sample": length})
     assert 10 <= made.expected(sample(sequences=1, prompt=0)) <= 12
+
+
+def test_the_mean_is_of_sequences_not_of_samples_and_of_the_latest() -> None:
+    made = charges()
+    made.ended(sample(sequences=1), {"sample": 100})
+    made.ended(sample(sequences=3), {"sample": 3 * 20})
+    assert made.expected(sample(sequences=1, prompt=0)) == (100 + 3 * 20) / 4
+    made.ended(sample(sequences=2 * MEMORY), {"sample": 2 * MEMORY * 10})
+    assert made.expected(sample(sequences=1, prompt=0)) == 10
 
 
 def test_what_a_cached_prompt_did_not_cost_is_given_back() -> None:
