@@ -16,7 +16,16 @@ from scheduler.journal import storing
 from scheduler.journal.ending.settlement import Settlement
 from scheduler.links.messages import Done, Failure, PullSamples
 from store import tables
-from tests.scheduler.journal.test_journal import Service, folder, go, outcome, sample  # noqa: F401
+from tests.scheduler.journal.test_journal import (  # noqa: F401
+    Service,
+    create,
+    folder,
+    go,
+    outcome,
+    run_row,
+    sample,
+    train,
+)
 
 
 def drawn(op_id: str, *sequences: list[float], recorded: bool = True) -> Done:
@@ -113,10 +122,14 @@ def test_what_cannot_be_recorded_fails_and_costs_nothing(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A run that has computed it is not what its journal says any more."""
+
     async def scenario() -> None:
         service = Service(folder)
-        op_id = await service.journal.accept(sample(0))
-        real, wrong = Settlement.settle, [True]
+        begun = await service.journal.accept(create(), run_row())
+        service.journal.finish(Done(begun, b""))
+        assert (await outcome(service, begun)).error is None
+        real, wrong = Settlement.settle, list[bool]()
 
         def settle(self: Settlement, *given: Any) -> Any:
             if wrong:
@@ -125,10 +138,16 @@ def test_what_cannot_be_recorded_fails_and_costs_nothing(
             return real(self, *given)
 
         monkeypatch.setattr(Settlement, "settle", settle)
-        service.journal.finish(drawn(op_id, [-1.0], recorded=False))
-        said = "the server could not record the result; it is not billed"
-        assert (await outcome(service, op_id)).error == said
-        (row,) = service.rows(tables.Operation)
-        assert (row.state, service.rows(tables.UsageEvent), check(service.database)) == ("failed", [], [])
+        for new in (sample(0), train(1)):
+            op_id = await service.journal.accept(new)
+            wrong.append(True)
+            service.journal.finish(Done(op_id, encode_sample_response([]), {"tokens": 10, "sample": 3}))
+            said = "the server could not record the result; it is not billed"
+            assert (await outcome(service, op_id)).error == said
+        await service.journal.flush()
+        assert [row.state for row in service.rows(tables.Operation)].count("failed") == 2
+        assert (service.rows(tables.UsageEvent), check(service.database)) == ([], [])
+        (run,) = service.rows(tables.Run)
+        assert "operation 1 was computed and cannot be recorded (ValueError)" in run.broken
 
     go(scenario())
