@@ -141,9 +141,11 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/scheduler/journal/ending/test_settlement.py", "tests/scheduler/journal/ending/test_made.py"),
     ),
     "scheduler/order/compose.py": ("--noconftest", "tests/scheduler/order/test_compose.py"),
+    "scheduler/order/expected_cost.py": ("--noconftest", "tests/scheduler/order/test_expected_cost.py"),
     "scheduler/order/fair.py": (
         *("--noconftest", "tests/scheduler/order/test_fair.py", "tests/scheduler/order/test_fair_plain.py"),
     ),
+    "scheduler/order/gradients.py": ("--noconftest", "tests/scheduler/order/test_gradients.py"),
     "scheduler/order/homes.py": (
         *("--noconftest", "tests/scheduler/order/test_homes.py"),
         *("--deselect", "tests/scheduler/order/test_homes.py::test_equal_clients_are_split_evenly_wherever_they_begin"),
@@ -151,6 +153,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/scheduler/order/test_homes.py::test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out",
     ),
     "scheduler/order/lanes.py": ("--noconftest", "tests/scheduler/order/test_lanes.py"),
+    "scheduler/order/light_work.py": ("--noconftest", "tests/scheduler/order/test_light_work.py"),
     "store/blobs/bucket.py": ("tests/store/blobs/test_bucket.py", "tests/store/blobs/test_contract.py"),
     "store/blobs/cache.py": ("tests/store/blobs/test_cache.py",),
     "store/blobs/folder.py": ("tests/store/blobs/test_contract.py",),
@@ -176,6 +179,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "workers/model/isolation.py": (
         *("--noconftest", "tests/workers/model/test_probe.py", "tests/workers/model/test_probe_rows.py"),
     ),
+    "workers/trainer/packing.py": ("--noconftest", "tests/workers/trainer/test_packing.py"),
+    "workers/trainer/runs/pages.py": ("--noconftest", "tests/workers/trainer/test_pages.py"),
     "workers/trainer/steps/adamw.py": (
         *("tests/workers/trainer/test_optimizer.py", "tests/workers/trainer/test_answered.py"),
         "tests/workers/trainer/test_short_steps.py",

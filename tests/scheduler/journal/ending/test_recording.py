@@ -138,16 +138,16 @@ def test_what_cannot_be_recorded_fails_and_costs_nothing(
             return real(self, *given)
 
         monkeypatch.setattr(Settlement, "settle", settle)
-        for new in (sample(0), train(1)):
+        for new in (sample(0), train(1, "forward"), train(2)):
             op_id = await service.journal.accept(new)
             wrong.append(True)
             service.journal.finish(Done(op_id, encode_sample_response([]), {"tokens": 10, "sample": 3}))
             said = "the server could not record the result; it is not billed"
             assert (await outcome(service, op_id)).error == said
         await service.journal.flush()
-        assert [row.state for row in service.rows(tables.Operation)].count("failed") == 2
+        assert [row.state for row in service.rows(tables.Operation)].count("failed") == 3
         assert (service.rows(tables.UsageEvent), check(service.database)) == ([], [])
         (run,) = service.rows(tables.Run)
-        assert "operation 1 was computed and cannot be recorded (ValueError)" in run.broken
+        assert "operation 2 was computed and cannot be recorded (ValueError)" in run.broken
 
     go(scenario())
