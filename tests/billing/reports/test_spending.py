@@ -89,6 +89,7 @@ def test_narrowing(any_database: Database, org: str, dimension: Dimension, value
 def test_windows_are_of_whole_days_utc() -> None:
     now = datetime(2026, 2, 28, 20, tzinfo=timezone(timedelta(hours=-5)))
     assert spending.this_month(now) == Window(date(2026, 3, 1), date(2026, 3, 1))
+    assert spending.this_month(now + timedelta(days=3)) == Window(date(2026, 3, 1), date(2026, 3, 4))
     assert spending.last_days(3, now) == Window(date(2026, 2, 27), date(2026, 3, 1))
     days = spending.last_days(3, now).days
     assert days == [date(2026, 2, 27), date(2026, 2, 28), date(2026, 3, 1)]
