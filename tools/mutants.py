@@ -77,6 +77,8 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("--deselect", "tests/billing/money/test_wallet_defaults.py::test_two_servers_store_the_defaults_at_once"),
     ),
     "billing/prices.py": ("--noconftest", "tests/billing/test_prices.py"),
+    "billing/reports/reconcile.py": ("tests/billing/reports/test_reconcile.py",),
+    "billing/reports/spending.py": ("tests/billing/reports/test_spending.py",),
     "client_sdk/weft/rl/loops/batch.py": ("--noconftest", "tests/client_sdk/rl/test_batch.py"),
     "client_sdk/weft/rl/loops/checkpoint.py": ("--noconftest", "tests/client_sdk/rl/test_checkpoints.py"),
     "client_sdk/weft/rl/loops/distill.py": ("--noconftest", "tests/client_sdk/rl/test_train.py"),
@@ -116,6 +118,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("--noconftest", "tests/client_sdk/rl/test_supervised.py", "tests/client_sdk/rl/test_dpo.py"),
         *("tests/client_sdk/rl/test_refused.py", "tests/client_sdk/rl/test_checks.py"),
     ),
+    "scheduler/jobs/reaper.py": ("tests/scheduler/jobs/test_reaper.py",),
     "scheduler/journal/accepting/acceptance.py": (
         *("tests/scheduler/journal/accepting/test_acceptance.py", "tests/scheduler/journal/test_small_bodies.py"),
         *("tests/scheduler/journal/test_journal.py", "tests/scheduler/journal/test_database_away.py", "-k"),
@@ -130,14 +133,19 @@ MODULES: dict[str, tuple[str, ...]] = {
     "scheduler/journal/accepting/numbers.py": ("tests/scheduler/journal/accepting/test_numbers.py",),
     "scheduler/journal/ending/completions.py": ("--noconftest", "tests/scheduler/journal/ending/test_completions.py"),
     "scheduler/journal/ending/outcomes.py": ("tests/scheduler/journal/ending/test_outcomes.py",),
+    "scheduler/journal/ending/references.py": (
+        *("tests/scheduler/journal/ending/test_references.py", "tests/scheduler/jobs/test_reaper.py"),
+    ),
     "scheduler/journal/ending/results.py": ("tests/scheduler/journal/ending/test_results.py",),
     "scheduler/journal/ending/settlement.py": (
         *("tests/scheduler/journal/ending/test_settlement.py", "tests/scheduler/journal/ending/test_made.py"),
     ),
     "scheduler/order/compose.py": ("--noconftest", "tests/scheduler/order/test_compose.py"),
+    "scheduler/order/expected_cost.py": ("--noconftest", "tests/scheduler/order/test_expected_cost.py"),
     "scheduler/order/fair.py": (
         *("--noconftest", "tests/scheduler/order/test_fair.py", "tests/scheduler/order/test_fair_plain.py"),
     ),
+    "scheduler/order/gradients.py": ("--noconftest", "tests/scheduler/order/test_gradients.py"),
     "scheduler/order/homes.py": (
         *("--noconftest", "tests/scheduler/order/test_homes.py"),
         *("--deselect", "tests/scheduler/order/test_homes.py::test_equal_clients_are_split_evenly_wherever_they_begin"),
@@ -145,6 +153,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/scheduler/order/test_homes.py::test_uneven_clients_end_where_neither_move_nor_exchange_evens_much_out",
     ),
     "scheduler/order/lanes.py": ("--noconftest", "tests/scheduler/order/test_lanes.py"),
+    "scheduler/order/light_work.py": ("--noconftest", "tests/scheduler/order/test_light_work.py"),
     "store/blobs/bucket.py": ("tests/store/blobs/test_bucket.py", "tests/store/blobs/test_contract.py"),
     "store/blobs/cache.py": ("tests/store/blobs/test_cache.py",),
     "store/blobs/folder.py": ("tests/store/blobs/test_contract.py",),
@@ -169,6 +178,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     ),
     "workers/model/isolation.py": (
         *("--noconftest", "tests/workers/model/test_probe.py", "tests/workers/model/test_probe_rows.py"),
+    ),
+    "workers/trainer/packing.py": ("--noconftest", "tests/workers/trainer/test_packing.py"),
+    "workers/trainer/runs/pages.py": ("--noconftest", "tests/workers/trainer/test_pages.py"),
+    "workers/trainer/steps/adamw.py": (
+        *("tests/workers/trainer/test_optimizer.py", "tests/workers/trainer/test_answered.py"),
+        "tests/workers/trainer/test_short_steps.py",
+    ),
+    "workers/trainer/steps/dimuon.py": (
+        *("tests/workers/trainer/test_dimuon.py", "tests/workers/trainer/test_short_steps.py"),
     ),
 }
 

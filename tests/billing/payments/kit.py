@@ -24,7 +24,8 @@ from store.settings import PaymentsSettings, Settings
 from store.tables import LedgerEntry, Organisation, StripeOutbox, Wallet
 from tests.fakestripe import FakeStripe
 
-START = datetime(2026, 11, 29, 12, tzinfo=UTC)
+#: In the future: what the API stores by the real clock is due then.
+START = datetime(2036, 11, 29, 12, tzinfo=UTC)
 
 #: Prices at which one unit of anything costs one nano-dollar.
 _TOKENS = dict.fromkeys(("train", "prefill", "cached_prefill", "sample"), 1000)

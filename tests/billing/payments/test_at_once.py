@@ -26,7 +26,7 @@ from store.tables import Alert, Invoice, Organisation
 from tests.billing.payments.kit import START, Payments
 from tests.fakestripe import FakeStripe
 
-NOVEMBER, DECEMBER = (int(datetime(2026, month, 1, tzinfo=UTC).timestamp()) for month in (11, 12))
+NOVEMBER, DECEMBER = (int(datetime(2036, month, 1, tzinfo=UTC).timestamp()) for month in (11, 12))
 USED_NUSD = 3_000_000_123
 
 

@@ -27,8 +27,8 @@ from store.tables import Alert, AuditEntry, Invoice, Organisation
 from tests.billing.payments.kit import START, Payments
 from tests.fakestripe import FakeStripe
 
-DECEMBER = datetime(2026, 12, 1, tzinfo=UTC)
-NOVEMBER = (int(datetime(2026, 11, 1, tzinfo=UTC).timestamp()), int(DECEMBER.timestamp()))
+DECEMBER = datetime(2036, 12, 1, tzinfo=UTC)
+NOVEMBER = (int(datetime(2036, 11, 1, tzinfo=UTC).timestamp()), int(DECEMBER.timestamp()))
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def _change_mode(payments: Payments, org_id: str, mode: Mode) -> None:
 @pytest.mark.parametrize("before", ["prepaid", "unlimited"])
 def test_usage_before_an_organisation_paid_by_the_month_is_not_invoiced(payments: Payments, before: str) -> None:
     """An organisation becomes postpaid in the middle of a month, changes back for a while, and is postpaid again."""
-    payments.fake.stripe.now = datetime(2026, 10, 30, tzinfo=UTC).timestamp()
+    payments.fake.stripe.now = datetime(2036, 10, 30, tzinfo=UTC).timestamp()
     org_id = payments.organisation(before)
     payments.use(org_id, "train", 8_000_000_777)
     payments.fake.stripe.now = START.timestamp()
@@ -359,7 +359,7 @@ def test_an_amount_below_stripes_smallest_charge_is_paid_with_the_next_invoice(p
     _tell(payments)
     assert _invoice(payments).status == "paid"
     payments.use(org_id, "train", 1_000_003_456)
-    stripe.now = datetime(2027, 1, 1, 2, tzinfo=UTC).timestamp()
+    stripe.now = datetime(2037, 1, 1, 2, tzinfo=UTC).timestamp()
     put_meter_events(payments.context)
     send_meter_events(payments.context)
     close_invoices(payments.context)
@@ -383,7 +383,7 @@ def test_other_invoices_of_a_customer_are_not_the_months(
     payments: Payments, org_id: str, reason: str, subscription: dict[str, str] | None, cents: int
 ) -> None:
     """However late Stripe tells of them."""
-    at = int(datetime(2026, 11, 29, tzinfo=UTC).timestamp())
+    at = int(datetime(2036, 11, 29, tzinfo=UTC).timestamp())
     other = payments.fake.stripe.print_invoice(payments.customer(org_id), at, at, cents, reason, subscription)
     _tell(payments)
     _end_november(payments)
@@ -441,7 +441,7 @@ def test_what_a_paid_invoice_leaves_to_book_is_told_instead_of_that_it_differs(p
     invoice = stripe.print_invoice(customer, *NOVEMBER, 100, "subscription_cycle", {"weft": "meters"})
     _tell(payments)
     (told,) = _open_alerts(payments)
-    assert "beside what was used in 2026-11" in told
+    assert "beside what was used in 2036-11" in told
     stripe.pay_invoice(invoice)
     _tell(payments)
     (told,) = _open_alerts(payments)

@@ -141,7 +141,7 @@ def test_identifiers_name_organisation_meter_month_and_number(payments: Payments
     payments.use(org_id, "cached_prefill", 5_000)
     put_meter_events(payments.context)
     (row,) = payments.outbox()
-    assert row.identifier.startswith(f"{org_id}:prefill:2026-11:1:")
+    assert row.identifier.startswith(f"{org_id}:prefill:2036-11:1:")
 
 
 def test_a_lost_answer_is_asked_for_again_under_the_same_identifier(payments: Payments) -> None:

@@ -29,7 +29,7 @@ from tests.billing.payments.kit import START, Payments, drain
 from tests.fakestripe import FakeStripe
 
 HOUR = 3600.0
-NOVEMBER, DECEMBER = datetime(2026, 11, 1, tzinfo=UTC), datetime(2026, 12, 1, tzinfo=UTC)
+NOVEMBER, DECEMBER = datetime(2036, 11, 1, tzinfo=UTC), datetime(2036, 12, 1, tzinfo=UTC)
 #: The states of an invoice before its end.
 STEPS = ("used", "closed", "open", "failed")
 

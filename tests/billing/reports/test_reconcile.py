@@ -8,7 +8,7 @@ from sqlalchemy import text, update
 from billing.money import ledger
 from billing.money.accounts import Payer
 from billing.money.budgets import set_budget
-from billing.reports.reconcile import check, drift_nusd
+from billing.reports.reconcile import Drift, check, drift_nusd
 from store.tables import UsageHour
 from tests.billing.conftest import Till
 
@@ -45,6 +45,7 @@ EVENT = (
         ),
         ("UPDATE usage_hourly SET amount_nusd = amount_nusd + 1", {"hours of train m - 1 - s r nano 1000 nUSD"}),
         ("UPDATE usage_hourly SET quantity = quantity + 1", {"hours of train m - 1 - s r nano 1000 quantity"}),
+        ("UPDATE usage_hourly SET events = events + 1", {"hours of train m - 1 - s r nano 1000 events"}),
         ("UPDATE budget_periods SET spent_nusd = spent_nusd + 1", {"spent of the budget"}),
         (EVENT, {"usage entry", "hours of train m - 1 - s r nano 1000", "spent of the budget"}),
         (
@@ -63,6 +64,14 @@ def test_a_planted_nano_dollar_is_found(busy: Till, plant: str, found: set[str])
     assert check(busy.database, "a") == drifts
     assert check(busy.database, "b") == []
     assert "a: " in str(drifts[0])
+
+
+def test_a_wallet_that_is_gone_is_found(busy: Till) -> None:
+    busy.database.write_now(lambda session: session.execute(text("DELETE FROM wallets")))
+    assert check(busy.database) == [
+        Drift("a", "balance against ledger", 0, 99 - 5 - 7),
+        Drift("a", "held against queued operations", 0, 3),
+    ]
 
 
 @pytest.mark.parametrize("column", ["base_model", "project_id", "key_id", "user_id", "session_id", "run_id"])

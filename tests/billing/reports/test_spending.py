@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta, timezone
 
 import pytest
 from sqlalchemy import select
@@ -12,7 +12,7 @@ from billing.metering.charges import Charge, settle
 from billing.money.accounts import Payer
 from billing.prices import load_prices
 from billing.reports import spending
-from billing.reports.spending import DIMENSIONS, Dimension, Spent, Window
+from billing.reports.spending import DIMENSIONS, DayRow, Dimension, Spent, Window
 from store.database.db import Database
 from store.people.organisations import organisation_named
 from store.tables import LedgerEntry, UsageEvent, UsageHour
@@ -84,6 +84,25 @@ def test_narrowing(any_database: Database, org: str, dimension: Dimension, value
         events = session.scalars(select(UsageEvent).filter_by(org_id=org))
         wanted = [e.amount_nusd for e in events if getattr(e, column) == (int(value) if value == "11" else value)]
     assert found == sum(wanted) > 0
+
+
+def test_windows_are_of_whole_days_utc() -> None:
+    now = datetime(2026, 2, 28, 20, tzinfo=timezone(timedelta(hours=-5)))
+    assert spending.this_month(now) == Window(date(2026, 3, 1), date(2026, 3, 1))
+    assert spending.this_month(now + timedelta(days=3)) == Window(date(2026, 3, 1), date(2026, 3, 4))
+    assert spending.last_days(3, now) == Window(date(2026, 2, 27), date(2026, 3, 1))
+    days = spending.last_days(3, now).days
+    assert days == [date(2026, 2, 27), date(2026, 2, 28), date(2026, 3, 1)]
+    rows = [DayRow(day, "train", 1, 1) for day in days]
+    assert spending.in_window(rows, Window(days[0], days[1])) == rows[:2]
+    assert spending.in_window(rows, Window(days[1], days[2])) == rows[1:]
+
+
+def test_the_price_of_what_was_got_has_prompts_and_storage_in_it() -> None:
+    used = {"train": (3, 10), "sample": (1, 5), "prefill": (1000, 4), "storage": (10**12, 1)}
+    rows = [DayRow(date(2026, 3, 1), kind, *sums) for kind, sums in used.items()]
+    assert spending.per_mtok_got(rows) == 5_000_000
+    assert spending.per_mtok_got(rows[2:]) is None
 
 
 def test_what_matches_nothing(any_database: Database, org: str) -> None:

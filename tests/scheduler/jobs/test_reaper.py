@@ -53,6 +53,12 @@ class World:
             public=False, user_metadata={}, created_at=NOW, expires_at=expires_at,
         )  # fmt: skip
 
+    def span(self, checkpoint: str) -> tables.StorageSpan:
+        return tables.StorageSpan(
+            id=checkpoint, org_id=self.org, checkpoint_id=checkpoint, run_id="s:train:0", session_id="s",
+            base_model="m", size_bytes=1, started_at=NOW, metered_until=NOW,
+        )  # fmt: skip
+
     def sampler(self, session: str, ref: str, number: int = 0) -> tables.Sampler:
         return tables.Sampler(
             id=f"{session}:sample:{number}", org_id=self.org, session_id=session, sampling_session_seq_id=number,
@@ -96,14 +102,17 @@ def test_a_checkpoint_expires_and_then_its_files_go(world: World) -> None:
     world.add(
         world.checkpoint("s:train:0", world.folder("weights/a"), "a", soon),
         world.checkpoint("s:train:0", world.folder("weights/b"), "b"),
+        *(world.span(f"s:train:0-{name}") for name in ("a", "b")),
     )
     assert world.reaper.expire() == 0
     assert world.twice() == []
-    world.now = soon
+    world.now = soon + timedelta(minutes=5)
     assert world.reaper.expire() == 1
     assert world.twice() == ["weights/a"]
     with world.database.read() as session:
         assert [row.name for row in session.query(tables.Checkpoint)] == ["b"]
+        ends = {span.checkpoint_id: span.ended_at for span in session.query(tables.StorageSpan)}
+        assert ends == {"s:train:0-a": soon, "s:train:0-b": None}, "what it has stored is paid up to then"
         event = session.query(tables.AuditEntry).filter_by(event="checkpoint_expired").one()
     assert (event.target, event.key_id) == ("tinker://s:train:0/weights/a", None)
 
@@ -112,17 +121,20 @@ def test_shared_files_stay_for_the_last_who_needs_them(world: World) -> None:
     """A copy, an active sampler, a live run that was loaded from them, and a save that is not settled yet."""
     world.add(world.session("s"), world.run("s"), world.session("old", "finished"), world.run("old", "closed"))
     refs = [world.folder(f"weights/{name}") for name in ("copy", "sampler", "loaded", "saving", "over", "done", "late")]
+    saved = world.folder("weights/saved")  # whose checkpoint has been deleted
     world.add(
         world.checkpoint("old:train:0", refs[0], "copy"),
         world.sampler("s", refs[1]),
         world.operation("load", "s:train:0", "create", "done", Create(SPEC, "interactive", source(refs[2]))),
         world.operation("saving", "s:train:0", "save_state", "queued", Save("weights", "a")),
+        world.operation("saved", "s:train:0", "save_state", "done", Save("weights", "b")),
         world.sampler("old", refs[4]),
+        world.operation("sampled", "old:sample:0", "sample", "done", Sample(1, 1, "interactive")),
         world.operation("lo-old", "old:train:0", "load_state", "done", Load(source(refs[5]))),
         world.sampler("old", refs[6], 1),
         world.operation("sample", "old:sample:1", "sample", "queued", Sample(1, 1, "interactive")),
     )
-    assert world.twice() == [refs[5], refs[4]]
+    assert world.twice() == [refs[5], refs[4], saved]
     with world.database.read() as session:
         assert [in_use(session, ref) for ref in refs] == [True, True, True, True, False, False, True]
 
@@ -142,7 +154,9 @@ def test_snapshots_of_closed_runs_go(world: World) -> None:
     assert world.twice() == ["runs/t:train:0"]
 
 
-def test_results_archives_and_bodies_by_age(world: World) -> None:
+def test_results_archives_and_bodies_by_age(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few bodies the database is asked for at a time."""
+    monkeypatch.setattr("scheduler.jobs.reaper.BATCH", 1)
     world.add(world.session("s"), world.run("s"), world.session("t"), world.run("t", "closed"))
     world.add(
         world.operation("aa1", "s:train:0", "optim_step", "done", BODY_ONLY),
@@ -187,4 +201,26 @@ def test_recordings_go_after_a_day_and_custom_losses_with_their_session(world: W
     world.file("losses/t:loss:1", hours_old=1)
     world.file("stability/s/op:0", hours_old=30)
     world.file("stability/s/op:1", hours_old=20)
-    assert sorted(world.reaper.sweep()) == ["losses/t:loss:0", "stability/s/op:0"]
+    world.file("handoff/old", hours_old=30)
+    world.file("handoff/new", hours_old=20)
+    assert sorted(world.reaper.sweep()) == ["handoff/old", "losses/t:loss:0", "stability/s/op:0"]
+
+
+def test_what_is_being_written_has_a_day(world: World) -> None:
+    unfinished = world.blobs.root / ".unfinished"
+    for name, hours_old in (("old", 25), ("new", 23)):
+        (unfinished / name).write_bytes(b"half")
+        os.utime(unfinished / name, ((NOW - timedelta(hours=hours_old)).timestamp(),) * 2)
+    world.reaper.sweep()
+    assert [file.name for file in unfinished.iterdir()] == ["new"]
+
+
+def test_turns_go_after_a_day_with_their_files(world: World) -> None:
+    for name, hours_old in (("old", 25), ("new", 23)):
+        ref, at = world.file(f"turns/xx/{name}", hours_old), NOW - timedelta(hours=hours_old)
+        about = {"request_id": name, "org_id": world.org, "name": "chat", "size_bytes": 1}
+        world.add(tables.SessionTurn(ref=ref, created_at=at, **about))
+    assert world.reaper.expire() == 0
+    assert world.reaper.sweep() == ["turns/xx/old"]
+    with world.database.read() as session:
+        assert [turn.request_id for turn in session.query(tables.SessionTurn)] == ["new"]

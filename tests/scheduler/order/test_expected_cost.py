@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from scheduler.order.expected_cost import WEIGHT_LASTS_S, ExpectedCosts
+import pytest
+
+from scheduler.order.expected_cost import MEMORY, WEIGHT_LASTS_S, ExpectedCosts
 from scheduler.order.operations import SAMPLE, Operation
 from scheduler.order.plans import Sample
 
@@ -47,6 +49,15 @@ def test_the_mean_follows_a_change() -> None:
     assert 10 <= made.expected(sample(sequences=1, prompt=0)) <= 12
 
 
+def test_the_mean_is_of_sequences_not_of_samples_and_of_the_latest() -> None:
+    made = charges()
+    made.ended(sample(sequences=1), {"sample": 100})
+    made.ended(sample(sequences=3), {"sample": 3 * 20})
+    assert made.expected(sample(sequences=1, prompt=0)) == (100 + 3 * 20) / 4
+    made.ended(sample(sequences=2 * MEMORY), {"sample": 2 * MEMORY * 10})
+    assert made.expected(sample(sequences=1, prompt=0)) == 10
+
+
 def test_what_a_cached_prompt_did_not_cost_is_given_back() -> None:
     made = charges()
     op = sample(sequences=1, prompt=1000)
@@ -55,8 +66,19 @@ def test_what_a_cached_prompt_did_not_cost_is_given_back() -> None:
 
 
 def test_weights_are_read_again_after_a_while() -> None:
-    now, weights = [0.0], iter([1, 5])
+    now, weights = [100.0], iter([1, 5])
     made = ExpectedCosts(lambda org: next(weights), lambda: now[0])
-    assert [made.weight("org"), made.weight("org")] == [1, 1]
-    now[0] = WEIGHT_LASTS_S
-    assert made.weight("org") == 5
+    assert not made.weight_lasts("org")
+    assert [made.known_weight("org"), made.weight("org")] == [1, 1]
+    assert made.weight_lasts("org")
+    now[0] += WEIGHT_LASTS_S
+    assert not made.weight_lasts("org")
+    assert [made.known_weight("org"), made.weight("org"), made.known_weight("org")] == [1, 5, 5]
+
+
+def test_the_session_sampled_from_longest_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.order.expected_cost.REMEMBERED", 2)
+    made = charges()
+    for session in ("a", "b", "a", "c"):
+        made.ended(sample(session, sequences=1), {"sample": 5})
+    assert [made.expected(sample(session, sequences=1)) for session in "abc"] == [15, 110, 15]

@@ -113,3 +113,10 @@ def test_each_step_has_its_own() -> None:
     assert made.lacking(6, 4, None) == Lacking(BAD_5)
     made.used(2)
     assert not made.lacking(4, 0, None).of[1]
+
+
+def test_a_step_that_was_taken_forgets_what_was_before_it_and_nothing_behind_it() -> None:
+    """The first batch has not been told as ended; what its client knows of the second does not depend on that."""
+    made = gradients({1: 0, 3: 2, 4: 5}, {3: 3})
+    made.used(2)
+    assert made.lacking(5, 0, None) == Lacking(knows=3)

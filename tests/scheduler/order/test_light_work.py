@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from api.checks.adapter_sizes import sizes_of
-from scheduler.links.messages import OpKind, RunSpec
+from scheduler.links.messages import OpKind, RunSpec, TrainOp
 from scheduler.order.compose import ALONG, compose
 from scheduler.order.fair import FairTree
 from scheduler.order.lanes import RunLane, Unit
@@ -98,6 +98,14 @@ def test_a_larger_run_costs_more_and_dimuon_more_than_adamw() -> None:
     assert cost("optim_step") < cost("save_sampler") < cost("save_state") < cost("load_state")
     assert cost("optim_step", "dimuon") > 20 * cost("optim_step")
     assert cost("optim_step", "dimuon", 8) < cost("optim_step", "dimuon", 128)
+
+
+def test_a_create_from_saved_weights_costs_as_much_as_a_load() -> None:
+    """And of a run whose size is not known only the fixed part counts."""
+    new, saved = (Unit(None, "m", TrainOp("op", "r", 0, OpKind.CREATE, source_ref=ref), 0) for ref in ("", "weights/a"))
+    load = Unit(None, "m", TrainOp("op", "r", 0, OpKind.LOAD_STATE, source_ref="weights/a"), 0)
+    assert cost_of(saved, spec("r"), SIZES) > cost_of(load, spec("r"), SIZES) > 5 * cost_of(new, spec("r"), SIZES)
+    assert [cost_of(unit, spec("r"), None) for unit in (new, load, saved)] == [7, 25, 14]
 
 
 def test_steps_of_many_runs_hold_a_neighbour_for_one_pass() -> None:

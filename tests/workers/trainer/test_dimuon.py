@@ -13,7 +13,7 @@ from tests.workers.trainer.kit import Bench, arenas, ce_data, output
 from workers.model.adapters.adapter import Adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.decoder import Decoder
-from workers.trainer.steps.dimuon import Dimuon, DimuonStep, matrices, orthogonal, step_dimuon
+from workers.trainer.steps.dimuon import CACHED, Dimuon, DimuonStep, matrices, orthogonal, step_dimuon
 
 
 def direction(x_NIJ: Tensor) -> Tensor:
@@ -22,14 +22,20 @@ def direction(x_NIJ: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 64), (2, 64, 8), (1, 1, 40), (4, 16, 16)])
-@pytest.mark.parametrize("scale", [1.0, 1e-18, 1e12])
-def test_orthogonal_is_u_v_of_the_svd(shape: tuple[int, int, int], scale: float) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * scale
+def test_orthogonal_is_u_v_of_the_svd(shape: tuple[int, int, int]) -> None:
+    """Beside matrices whose squares are no float32, too small or too large, and of these."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     if shape[1] == shape[2]:  # random square matrices have tiny singular values, where the sign is ill-defined
-        x = x + 8 * scale * torch.eye(shape[1])
+        x = x + 8 * torch.eye(shape[1])
+    x *= torch.logspace(-25, 25, shape[0])[:, None, None]
     torch.testing.assert_close(orthogonal(x), direction(x), atol=2e-5, rtol=0)
     norms = torch.linalg.vector_norm(orthogonal(x), dim=(1, 2))
     torch.testing.assert_close(norms, torch.full_like(norms, min(shape[1:]) ** 0.5), atol=1e-4, rtol=0)
+
+
+def test_a_small_singular_value_becomes_1_among_many_matrices() -> None:
+    x = torch.tensor([1.0, 0.004]).diag().repeat(64, 1, 1)
+    torch.testing.assert_close(orthogonal(x), torch.eye(2).repeat(64, 1, 1), atol=1e-4, rtol=0)
 
 
 def test_orthogonal_of_zero_is_zero() -> None:
@@ -71,15 +77,18 @@ def feed(step: DimuonStep, seed: int) -> DimuonStep:
     return step
 
 
-def test_steps_follow_the_formula(decoder: Decoder) -> None:
-    step = fresh(decoder, 4, 0, Dimuon(0.01, beta1=0.8, grad_clip_norm=1.0))
+@pytest.mark.parametrize(("clip", "cached"), [(1.0, CACHED), (0.0, CACHED), (-1.0, 1)])
+def test_steps_follow_the_formula(decoder: Decoder, clip: float, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without clipping, and with matrices that are larger than the cache."""
+    monkeypatch.setattr("workers.trainer.steps.dimuon.CACHED", cached)
+    step = fresh(decoder, 4, 0, Dimuon(0.01, beta1=0.8, grad_clip_norm=clip))
     weights = [w.clone() for w in matrices(step.shape, step.weights)]
     momentum = [torch.zeros_like(w) for w in weights]
     for i in range(3):
-        feed(step, 10 + i)
+        feed(step, 10 + i).grad.mul_(3**i)
         norm = step.grad.norm()
         for w, m, g in zip(weights, momentum, matrices(step.shape, step.grad.clone()), strict=True):
-            m.mul_(0.8).add_(g / norm, alpha=0.2)
+            m.mul_(0.8).add_(g / norm if clip > 0 else g, alpha=0.2)
             w -= 0.01 * direction(m)
         metrics = step_dimuon(step)
         assert metrics["grad_norm:mean"] == pytest.approx(float(norm))

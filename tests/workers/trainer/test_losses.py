@@ -285,9 +285,9 @@ def test_halves_add_up_to_the_whole() -> None:
 
 def test_maximum_and_empty_mean() -> None:
     merged: dict[str, Measure] = {}
-    merge_measures(merged, {"a:max": Measure(2.0), "b:mean": Measure(0.0, 0.0)})
-    merge_measures(merged, {"a:max": Measure(1.0), "b:mean": Measure(0.0, 0.0)})
-    assert metric_values(merged) == {"a:max": 2.0, "b:mean": 0.0}
+    merge_measures(merged, {"a:max": Measure(2.0), "b:mean": Measure(0.0, 0.0), "c:max": Measure(1.0)})
+    merge_measures(merged, {"a:max": Measure(1.0), "b:mean": Measure(0.0, 0.0), "c:max": Measure(2.0)})
+    assert metric_values(merged) == {"a:max": 2.0, "b:mean": 0.0, "c:max": 2.0}
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

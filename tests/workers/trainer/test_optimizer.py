@@ -47,7 +47,21 @@ def test_equals_torch(adam: Adam) -> None:
         if adam.grad_clip_norm:
             torch.nn.utils.clip_grad_norm_([theirs], adam.grad_clip_norm)
         optimizer.step()
-    torch.testing.assert_close(ours.weights, theirs.detach(), atol=1e-6, rtol=1e-6)
+    moments = optimizer.state[theirs]
+    torch.testing.assert_close(
+        (ours.weights, ours.m, ours.v),
+        (theirs.detach(), moments["exp_avg"], moments["exp_avg_sq"]),
+        atol=1e-6,
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("norm", [1e-6, 3e-6])
+def test_a_small_gradient_is_clipped_as_by_torch(norm: float) -> None:
+    theirs = torch.nn.Parameter(torch.zeros(1))
+    theirs.grad = torch.tensor([norm])
+    torch.nn.utils.clip_grad_norm_([theirs], 1.5e-6)
+    assert norm * clip_scale(norm, 1.5e-6) == pytest.approx(theirs.grad.item(), rel=1e-5)
 
 
 def test_alone_and_together_are_bitwise_equal() -> None:
@@ -62,10 +76,11 @@ def test_alone_and_together_are_bitwise_equal() -> None:
 
 def test_zero_gradient_step_decays_momentum_only() -> None:
     state = fresh(10, 0)
+    state.step = 6
     before = state.weights.clone()
     metrics = step_many([state])
     assert torch.equal(state.weights, before)
-    assert metrics == [{"grad_norm:mean": 0.0, "learning_rate:mean": 1e-2, "step:max": 1.0}]
+    assert metrics == [{"grad_norm:mean": 0.0, "learning_rate:mean": 1e-2, "step:max": 7.0}]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e25], ids=["small", "squares-overflow"])

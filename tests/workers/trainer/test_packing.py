@@ -11,6 +11,8 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
 def test_the_example_of_the_docstring() -> None:
     assert cut([3, 3, 4], 0, 3, 8) == [(0, 2), (2, 3)]
+    assert cut([4, 4, 4, 4, 1], 0, 5, 8) == [(0, 2), (2, 4), (4, 5)]
+    assert cut([4], 1, 1, 8) == []
     assert pack([6, 4, 5], lambda tokens: tokens, 8) == [[6], [4], [5]]
     assert pack([6, 4, 4], lambda tokens: tokens, 8) == [[6], [4, 4]]
 

@@ -49,6 +49,29 @@ def test_the_least_recently_used_go_from_memory_to_files(tmp_path: Path) -> None
     assert store.in_host_bytes == 0
 
 
+def test_a_page_moves_to_a_file_as_it_grows_and_back(tmp_path: Path) -> None:
+    store = PageStore(tmp_path, host_bytes=800)
+    for value, size, in_host_bytes in ((1, 100, 400), (2, 1000, 0), (3, 900, 0), (4, 100, 400), (5, 200, 800)):
+        store.put("a", page(value, size))
+        assert read(store, "a", size) == [value]
+        assert store.in_host_bytes == in_host_bytes
+        assert len(list(tmp_path.iterdir())) == (in_host_bytes == 0)
+
+
+def test_what_was_read_lately_stays_in_memory(tmp_path: Path) -> None:
+    store = PageStore(tmp_path, host_bytes=800)
+    store.put("a", page(1, 100))
+    store.put("b", page(2, 100))
+    read(store, "a", 100)
+    store.put("c", page(3, 100))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert [read(store, run_id, 100) for run_id in "ac"] == [[1], [3]]
+    with pytest.raises(PageError):
+        read(store, "b", 100)
+    store.drop("b")  # its file is gone already
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     store = PageStore(tmp_path)
     store.put("a", page(1, 100))

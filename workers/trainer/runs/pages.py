@@ -67,7 +67,7 @@ class PageStore:
         file = self._files.pop(run_id, None)
         if file is not None:
             with suppress(OSError):
-                file.unlink(missing_ok=True)
+                file.unlink()
 
     def clear(self) -> None:
         """Forget everything."""
