@@ -73,6 +73,7 @@ class Session:
 
     async def id(self) -> str:
         """The session's id; opens it at the first call. A failed opening is tried afresh at the next call."""
+        self.transport.check_process()  # in a fork the wait for `_opening`, of the parent's loop, would never end
         if self._finished:
             raise WeftError(CLOSED)
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):
