@@ -72,6 +72,7 @@ WRONG: list[tuple[Wrong, str]] = [
         lambda run, _: run.forward_backward([DATUM], "ppo", {"clip_high_threshold": None}).result(10),  # type: ignore[dict-item]
         r"^loss_fn_config\['clip_high_threshold'\] must be a number or a text, got None",
     ),
+    (lambda run, _: run.forward_backward_custom([DATUM], "ppo"), "loss_fn must be a function .* got 'ppo'"),
     (lambda run, _: run.forward([DATUM], len), "loss_fn is a builtin_function_or_method; .* forward_backward_custom"),
     (lambda run, _: run.optim_step(1e-4), "optim_params must be AdamParams or DimuonParams.*got 0.0001"),
     (lambda run, _: run.optim_step(), "optim_params must be AdamParams"),
