@@ -86,6 +86,14 @@ def listed(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a list, or what has a length and an index as one, got {value!r:.80}")
 
 
+def sinks(value: Any) -> None:
+    """Raise TypeError unless `value` is None or a list of sinks."""
+    if value is not None:
+        listed("sinks", value)
+        for sink in value:
+            does("sinks", sink, "log", "[rl.Progress()]")
+
+
 def tasks(value: Any) -> None:
     """Raise unless `value` is a sequence with at least one task."""
     listed("tasks", value)
