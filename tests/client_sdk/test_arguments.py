@@ -105,6 +105,7 @@ WRONG: list[tuple[Wrong, str]] = [
         lambda *_: types.Datum([1, 2], {"weights": np.ones(2, complex)}),
         "^loss input 'weights': .*dtype complex128 cannot be sent",
     ),
+    (lambda run, _: run.log({"a": "x"}), "metric 'a' must be a number, got 'x'"),  # type: ignore[dict-item]
     (lambda run, _: run.create_custom_loss(nll, {}), "input_ranks must be a dict of logprobs, weights; got {}"),
     (lambda run, _: run.create_custom_loss(nll, None), "input_ranks must be .*; got None"),  # type: ignore[arg-type]
     (
@@ -132,6 +133,10 @@ def test_what_makes_a_run_is_named(service: weft.ServiceClient) -> None:
         service.create_lora_training_client("org/tiny", train_mlp=False, train_attn=False, train_unembed=False)
     with pytest.raises(ValueError, match=r"^base_model: .*got None$"):
         service.create_lora_training_client(cast(Any, None)).result(10)
+    with pytest.raises(ValueError, match=r"^model_path: .*got 3$"):
+        service.create_sampling_client(cast(Any, 3)).result(10)
+    with pytest.raises(ValueError, match=r"^project_id: .*got 3$"):
+        weft.ServiceClient(project_id=cast(Any, 3), base_url="http://server", api_key="tml-x")
 
 
 def test_a_future_that_is_taken_for_its_result_says_so(service: weft.ServiceClient) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -88,10 +88,8 @@ def listed(name: str, value: Any) -> None:
 
 def sinks(value: Any) -> None:
     """Raise TypeError unless `value` is None or a list of sinks."""
-    if value is not None:
-        listed("sinks", value)
-        for sink in value:
-            does("sinks", sink, "log", "[rl.Progress()]")
+    if value is not None and not (isinstance(value, Sequence) and all(hasattr(sink, "log") for sink in value)):
+        raise TypeError(f"sinks must be as [rl.Progress()] makes it, got {value!r:.80}")
 
 
 def tasks(value: Any) -> None:

@@ -27,6 +27,7 @@ from weft.wire.service import (
     FinishType,
     SessionHeartbeatRequest,
 )
+from weft.wire.shown import arguments
 
 log = logging.getLogger("weft")
 
@@ -56,13 +57,14 @@ class Session:
         self.sampler_numbers = itertools.count()
         self.loss_numbers = itertools.count()
         self.sample_slots = asyncio.Semaphore(MAX_SAMPLES)
-        self._request = CreateSessionRequest(
-            tags=[tag for tag in os.environ.get("WEFT_TAGS", os.environ.get("TINKER_TAGS", "")).split(",") if tag],
-            user_metadata=dict(user_metadata or {}),
-            sdk_version=__version__,
-            project_id=project_id,
-            display_name=display_name,
-        )
+        with arguments():
+            self._request = CreateSessionRequest(
+                tags=[tag for tag in os.environ.get("WEFT_TAGS", os.environ.get("TINKER_TAGS", "")).split(",") if tag],
+                user_metadata=dict(user_metadata or {}),
+                sdk_version=__version__,
+                project_id=project_id,
+                display_name=display_name,
+            )
         self._opening: asyncio.Task[str] | None = None
         self._heart: asyncio.Task[None] | None = None
         self._finished = False
