@@ -258,7 +258,8 @@ def explain(error: ValidationError | RequestValidationError, prefix: tuple[str, 
         field = ".".join(str(part) for part in item["loc"] if part not in prefix) or "body"
         got = item.get("input")
         shown = "" if isinstance(got, (dict, list, bytes)) or item["type"] == "missing" else f" (got {quote(got)})"
-        lines.append(f"{field}: {item['msg']}{shown}")
+        told = item["msg"].removeprefix("Value error, ")  # pydantic's own words before those of a validator
+        lines.append(f"{field}: {told}{shown}")
     more = found[5:]
     return "; ".join(lines) + (f"; and {len(more)} more" if more else "")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import cache
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse
+from fastapi.responses import FileResponse, RedirectResponse
 
 from api.console.pages import (
     audit,
@@ -86,11 +86,6 @@ async def static(name: str) -> FileResponse:
     if name not in _files():
         raise NotFound(f"no file {quote(name)} of the console")
     return FileResponse(STATIC / name, headers={"cache-control": "public, max-age=31536000, immutable"})
-
-
-@router.get("/{path:path}", **declare(scope="public", limit="poll"))
-async def nowhere(path: str) -> HTMLResponse:
-    raise NotFound(f"there is no page {quote('/' + path)} in the console")
 
 
 @cache

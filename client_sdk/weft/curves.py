@@ -65,7 +65,11 @@ class Curves:
         bad name must not stop a run after hours."""
         points = []
         for name, value in metrics.items():
-            if not math.isfinite(value):
+            try:
+                finite = math.isfinite(value)
+            except TypeError:
+                raise TypeError(f"metric {name!r} must be a number, got {value!r:.80}") from None
+            if not finite:
                 logger.warning("%s is %s at step %d: not logged", name, value, step)
                 continue
             try:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 from weakref import WeakSet
 
 from weft.errors import WeftError
@@ -182,6 +182,14 @@ class APIFuture(Generic[T]):
     def cancel(self) -> bool:
         """Abandon it. A sample stops being generated; a training operation already called is executed all the same."""
         return self._future.cancel()
+
+    if not TYPE_CHECKING:  # for type checkers an unknown attribute stays a mistake
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}: it is a result that is being fetched, which"
+                " .result() or await gives"
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({state_of(self._future)})"

@@ -22,6 +22,7 @@ from weft.wire.checks.batches import Reads, custom_problems
 from weft.wire.checks.custom_format import INPUT_NAME, MAX_INPUTS, METRIC
 from weft.wire.inputs import Datum
 from weft.wire.losses import CustomLossGraph, CustomLossInput, CustomLossInputRank, CustomLossNode
+from weft.wire.shown import arguments
 
 if TYPE_CHECKING:
     import torch
@@ -165,13 +166,12 @@ def _inputs(fn: PerDatumLoss, name: str, ranks: Mapping[str, CustomLossInputRank
             )
         if parameter.kind not in plain or parameter.default is not parameter.empty:
             raise ValueError(f"custom loss {name}: parameter {parameter.name!r} must be positional, without a default")
-    if set(ranks) != set(names):
-        raise ValueError(
-            f"custom loss {name}: input_ranks must be of {', '.join(names)}; got {', '.join(sorted(ranks))}"
-        )
+    if not isinstance(ranks, Mapping) or set(ranks) != set(names):
+        raise ValueError(f"custom loss {name}: input_ranks must be a dict of {', '.join(names)}; got {ranks!r:.200}")
     if ranks["logprobs"] == 0:
         raise ValueError(f"custom loss {name}: logprobs have rank 1 ([T]) or 2 ([T, K]), not 0")
-    return tuple(CustomLossInput(name=each, rank=ranks[each]) for each in names)
+    with arguments(rank="input_ranks"):
+        return tuple(CustomLossInput(name=each, rank=ranks[each]) for each in names)
 
 
 def _wrong_with(node: torch.fx.Node) -> str | None:

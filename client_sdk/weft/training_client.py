@@ -117,6 +117,8 @@ class TrainingClient(RunWeights, Pending["TrainingClient"]):
             if loss_fn.loss_id is not None:
                 return self.forward_backward(given, "custom", {"loss_id": loss_fn.loss_id})
             loss_fn = loss_fn.run
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function or a handle of create_custom_loss, got {loss_fn!r:.80}")
         require_torch()
         mine = loss_fn
         return self._counted(lambda told: run_custom(self._run, given, mine, told))

@@ -13,6 +13,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import OperationalError, TimeoutError as PoolTimeout
 from starlette.types import Message, Receive, Scope, Send
 from weft.wire.binary.train_codec import encode_train_request
+from weft.wire.training import LoraConfig
 
 from api.errors import Invalid, TooLarge, explain, quote
 from api.http.bodies import unpack_zstd
@@ -20,6 +21,12 @@ from api.http.refusing import LastResort
 from store.tables import Operation
 from tests.api.conftest import MODEL, PROTOBUF, World
 from tests.api.data import batch
+
+
+def test_a_validators_own_words_are_told_alone() -> None:
+    with pytest.raises(ValidationError) as caught:
+        LoraConfig(rank=8, train_mlp=False, train_attn=False, train_unembed=False)
+    assert explain(caught.value) == "body: at least one of train_unembed, train_mlp and train_attn must be true"
 
 
 def test_quoted_values_stay_on_one_short_line() -> None:
@@ -79,6 +86,7 @@ def test_a_path_that_is_not_here_tells_which_may_be_meant(world: World, method: 
         ("/api/v1/api/v1/client/config", "/api/v1"),
         ("/v1/v1/chat/completions", "/v1"),
         ("/weft/v1/responses", "/weft"),
+        ("/console/api/v1/client/config", "/console"),
     ],
 )
 def test_an_address_with_too_much_at_its_end_is_what_is_told(world: World, path: str, too_much: str) -> None:

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -62,6 +62,10 @@ def test_the_example_of_supervised_training_names_the_line_it_cannot_read(tmp_pa
         read_jsonl(file)
 
 
+def nll(logprobs: Any, weights: Any) -> Any:
+    return -(logprobs * weights).sum(), {}
+
+
 Wrong = Callable[[weft.TrainingClient, weft.SamplingClient], object]
 WRONG: list[tuple[Wrong, str]] = [
     (lambda run, _: run.forward_backward(DATUM, "cross_entropy"), "data is a Datum; give a list of Datum"),
@@ -72,6 +76,7 @@ WRONG: list[tuple[Wrong, str]] = [
         lambda run, _: run.forward_backward([DATUM], "ppo", {"clip_high_threshold": None}).result(10),  # type: ignore[dict-item]
         r"^loss_fn_config\['clip_high_threshold'\] must be a number or a text, got None",
     ),
+    (lambda run, _: run.forward_backward_custom([DATUM], "ppo"), "loss_fn must be a function .* got 'ppo'"),
     (lambda run, _: run.forward([DATUM], len), "loss_fn is a builtin_function_or_method; .* forward_backward_custom"),
     (lambda run, _: run.optim_step(1e-4), "optim_params must be AdamParams or DimuonParams.*got 0.0001"),
     (lambda run, _: run.optim_step(), "optim_params must be AdamParams"),
@@ -96,6 +101,17 @@ WRONG: list[tuple[Wrong, str]] = [
         lambda *_: types.Datum([1, 2], {"target_tokens": [1, math.inf]}),
         "'target_tokens' holds values that are no 64-bit",
     ),
+    (
+        lambda *_: types.Datum([1, 2], {"weights": np.ones(2, complex)}),
+        "^loss input 'weights': .*dtype complex128 cannot be sent",
+    ),
+    (lambda run, _: run.log({"a": "x"}), "metric 'a' must be a number, got 'x'"),  # type: ignore[dict-item]
+    (lambda run, _: run.create_custom_loss(nll, {}), "input_ranks must be a dict of logprobs, weights; got {}"),
+    (lambda run, _: run.create_custom_loss(nll, None), "input_ranks must be .*; got None"),  # type: ignore[arg-type]
+    (
+        lambda run, _: run.create_custom_loss(nll, {"logprobs": 1, "weights": 5}),  # type: ignore[dict-item]
+        "^input_ranks: input should be 0, 1 or 2, got 5",
+    ),
     (lambda _, sampler: sampler.compute_logprobs([1], "two"), "^prompt_logprobs_last_n: .*'two'"),
 ]
 
@@ -110,9 +126,23 @@ def test_mistakes_name_what_was_written(service: weft.ServiceClient, stub: Stub,
     assert len(stub.asked) == before
 
 
-def test_the_rank_is_named(service: weft.ServiceClient) -> None:
+def test_what_makes_a_run_is_named(service: weft.ServiceClient) -> None:
     with pytest.raises(ValueError, match=r"^rank: .*got 0"):
         service.create_lora_training_client("org/tiny", rank=0)
+    with pytest.raises(ValueError, match=r"^arguments: at least one of train_unembed"):
+        service.create_lora_training_client("org/tiny", train_mlp=False, train_attn=False, train_unembed=False)
+    with pytest.raises(ValueError, match=r"^base_model: .*got None$"):
+        service.create_lora_training_client(cast(Any, None)).result(10)
+    with pytest.raises(ValueError, match=r"^model_path: .*got 3$"):
+        service.create_sampling_client(cast(Any, 3)).result(10)
+    with pytest.raises(ValueError, match=r"^project_id: .*got 3$"):
+        weft.ServiceClient(project_id=cast(Any, 3), base_url="http://server", api_key="tml-x")
+
+
+def test_a_future_that_is_taken_for_its_result_says_so(service: weft.ServiceClient) -> None:
+    future: Any = service.create_lora_training_client("org/tiny").optim_step(ADAM)
+    with pytest.raises(AttributeError, match=r"'APIFuture' .*no attribute 'metrics'.*\.result\(\) or await gives"):
+        _ = future.metrics
 
 
 def test_token_ids_are_a_prompt(service: weft.ServiceClient, stub: Stub) -> None:

@@ -68,6 +68,7 @@ service.close().result()
         ("mine()", "[1, 2]"),
         ("drawn(pickle.loads(pickled))", "[1, 2]"),
         ("drawn(sampler)", "WeftError: this client was made in process "),
+        ("service.create_lora_training_client('org/tiny').result()", "WeftError: this client was made in process "),
         ("drawn(late)", "WeftError: this was under way when the process was forked"),
         ("loaded()", "loaded"),
         ("service.close().result()", "WeftError: this client was made in process "),

@@ -302,6 +302,26 @@ def test_a_custom_loss_that_raises_leaves_no_gap(service: ServiceClient, stub: S
     assert train_seqs(stub) == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda _, logprobs: logprobs[0].sum(), r"must return \(loss, metrics\).*yours returned tensor\("),
+        (lambda _, logprobs: None, "yours returned None"),
+        (lambda _, logprobs: (logprobs[0].sum(), None), r"a dict of numbers; yours returned \(tensor.*None\)"),
+        (lambda _, logprobs: (1.0, {}), r"a tensor of one element .*yours returned \(1\.0"),
+        (lambda _, logprobs: (logprobs[0], {}), r"yours returned \(tensor"),
+        (
+            lambda _, logprobs: (logprobs[0].sum(), {"a": logprobs[0]}),
+            "metric 'a' of your loss must be one number, got",
+        ),
+        (lambda _, logprobs: (logprobs[0].sum(), {"a": "x"}), "metric 'a' of your loss must be one number, got 'x'"),
+    ],
+)
+def test_what_a_custom_loss_must_return_is_said(service: ServiceClient, loss: Any, told: str) -> None:
+    with pytest.raises(weft.WeftError, match=told):
+        run_of(service).forward_backward_custom([datum(1, 2)], loss).result(10)
+
+
 def test_custom_loss_without_torch_says_so(service: ServiceClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
     with pytest.raises(ImportError, match="pip install torch"):

@@ -255,7 +255,7 @@ def test_a_page_that_is_not_there_is_a_page(console: Console) -> None:
         assert reply.status_code == 404
         assert reply.headers["content-type"].startswith("text/html")
         assert "Not found" in reply.text
-        assert "there is no page" in reply.text
+        assert "this server has no GET /console/" in reply.text
         assert "<b>" not in reply.text
     assert console.http.post("/console/nothing", headers=SAME_SITE).status_code in (403, 404, 405)
 

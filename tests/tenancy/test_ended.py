@@ -45,7 +45,6 @@ LINKED: dict[str, tuple[str, Callable[[Any], str]]] = {
 #: Routes of the console that are there for anybody. Those that are entered by a secret: tests/console.
 DOORS = {
     "GET /console",
-    "GET /console/{path:path}",
     "GET /console/static/{name:path}",
     "GET /console/login",
     "POST /console/login",

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 R = TypeVar("R")
@@ -84,6 +84,12 @@ def listed(name: str, value: Any) -> None:
     """Raise TypeError unless `value` is a sequence: it has a length and can be indexed."""
     if not (hasattr(value, "__len__") and hasattr(value, "__getitem__")) or isinstance(value, str | dict):
         raise TypeError(f"{name} must be a list, or what has a length and an index as one, got {value!r:.80}")
+
+
+def sinks(value: Any) -> None:
+    """Raise TypeError unless `value` is None or a list of sinks."""
+    if value is not None and not (isinstance(value, Sequence) and all(hasattr(sink, "log") for sink in value)):
+        raise TypeError(f"sinks must be as [rl.Progress()] makes it, got {value!r:.80}")
 
 
 def tasks(value: Any) -> None:

@@ -8,7 +8,7 @@ Two passes, then: one forward for the logprobs, the user's loss here, and one ba
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +97,7 @@ def differentiate(data: list[Datum], output: ForwardBackwardOutput, loss_fn: Cus
         raise APIResponseValidationError(f"{len(output.loss_fn_outputs)} outputs for {len(data)} data")
     logprobs = [result["logprobs"].to_torch().requires_grad_(True) for result in output.loss_fn_outputs]
     with torch.enable_grad():
-        loss, metrics = loss_fn(data, logprobs)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise WeftError("a custom loss must return (loss, metrics) with a loss of one element")
+        loss, metrics = _returned(loss_fn(data, logprobs))
     if not loss.requires_grad:
         raise WeftError(
             "the loss that yours returned does not depend on the logprobs, so there is no gradient: compute it from "
@@ -118,7 +116,25 @@ def differentiate(data: list[Datum], output: ForwardBackwardOutput, loss_fn: Cus
         _replace(datum, _targets(datum), TensorData.from_dense(weight))
         for datum, weight in zip(data, weights, strict=True)
     ]
-    return Differentiated(float(loss.detach()), {name: float(value) for name, value in metrics.items()}, second)
+    return Differentiated(float(loss.detach()), metrics, second)
+
+
+def _returned(answer: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    """What the user's loss returned: the loss, and its metrics as numbers."""
+    torch = require_torch()
+    loss, metrics = answer if isinstance(answer, tuple | list) and len(answer) == 2 else (None, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+        raise WeftError(
+            "a custom loss must return (loss, metrics), a tensor of one element and a dict of numbers; "
+            f"yours returned {answer!r:.200}"
+        )
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise WeftError(f"metric {name!r} of your loss must be one number, got {value!r:.80}") from None
+    return loss, numbers
 
 
 def _with_metrics(output: ForwardBackwardOutput, mine: Differentiated) -> ForwardBackwardOutput:

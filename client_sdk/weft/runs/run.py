@@ -23,6 +23,7 @@ from weft.wire.binary.request_codec import decode_forward_backward_output, encod
 from weft.wire.checks.runs import is_not_taken
 from weft.wire.inputs import Datum
 from weft.wire.service import UntypedAPIFuture
+from weft.wire.shown import arguments
 from weft.wire.training import (
     CreateModelRequest,
     CreateModelResponse,
@@ -61,7 +62,9 @@ class Run:
                 session_id = await self.session.id()
                 number = next(self.session.model_numbers)
                 self.model_id = f"{session_id}:train:{number}"
-                await self._make(request(session_id=session_id, model_seq_id=number))
+                with arguments(optimizer_config="optimizer"):
+                    asked = request(session_id=session_id, model_seq_id=number)
+                await self._make(asked)
                 body = GetInfoRequest(model_id=self.model_id).model_dump_json().encode()
                 self.info = await self.session.transport.ask("POST", "/get_info", GetInfoResponse, body)
             except BaseException as error:

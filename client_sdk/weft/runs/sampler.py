@@ -13,6 +13,7 @@ from weft.runs.session import Session
 from weft.transport.http import encode
 from weft.wire.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse
 from weft.wire.service import JoinSamplingSessionRequest, JoinSamplingSessionResponse
+from weft.wire.shown import arguments
 
 #: Every client of one sampler numbers its requests in a range of its own.
 CLONE_STRIDE = 1_000_000_000
@@ -58,12 +59,13 @@ class SamplerHandle:
 async def make_sampler(session: Session, model_path: str | None, base_model: str | None) -> Sampler:
     """Have the server make a sampler of saved weights (`tinker://...`) or of a base model."""
     session_id = await session.id()
-    request = CreateSamplingSessionRequest(
-        session_id=session_id,
-        sampling_session_seq_id=next(session.sampler_numbers),
-        base_model=base_model,
-        model_path=model_path,
-    )
+    with arguments():
+        request = CreateSamplingSessionRequest(
+            session_id=session_id,
+            sampling_session_seq_id=next(session.sampler_numbers),
+            base_model=base_model,
+            model_path=model_path,
+        )
     made = await session.transport.ask(
         "POST", "/create_sampling_session", CreateSamplingSessionResponse, encode(request.body())
     )

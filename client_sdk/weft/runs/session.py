@@ -27,6 +27,7 @@ from weft.wire.service import (
     FinishType,
     SessionHeartbeatRequest,
 )
+from weft.wire.shown import arguments
 
 log = logging.getLogger("weft")
 
@@ -56,13 +57,14 @@ class Session:
         self.sampler_numbers = itertools.count()
         self.loss_numbers = itertools.count()
         self.sample_slots = asyncio.Semaphore(MAX_SAMPLES)
-        self._request = CreateSessionRequest(
-            tags=[tag for tag in os.environ.get("WEFT_TAGS", os.environ.get("TINKER_TAGS", "")).split(",") if tag],
-            user_metadata=dict(user_metadata or {}),
-            sdk_version=__version__,
-            project_id=project_id,
-            display_name=display_name,
-        )
+        with arguments():
+            self._request = CreateSessionRequest(
+                tags=[tag for tag in os.environ.get("WEFT_TAGS", os.environ.get("TINKER_TAGS", "")).split(",") if tag],
+                user_metadata=dict(user_metadata or {}),
+                sdk_version=__version__,
+                project_id=project_id,
+                display_name=display_name,
+            )
         self._opening: asyncio.Task[str] | None = None
         self._heart: asyncio.Task[None] | None = None
         self._finished = False
@@ -73,6 +75,7 @@ class Session:
 
     async def id(self) -> str:
         """The session's id; opens it at the first call. A failed opening is tried afresh at the next call."""
+        self.transport.check_process()  # in a fork the wait for `_opening`, of the parent's loop, would never end
         if self._finished:
             raise WeftError(CLOSED)
         if self._opening is None or (self._opening.done() and self._opening.exception() is not None):

@@ -154,7 +154,7 @@ class Transport:
         key = self.endpoint.api_key
         return identity_of(key if key.startswith("eyJ") else await self._tokens.current())
 
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
         """Raise in a fork: it has copies of our connections and counters, so two processes would read from one
         connection and use the same numbers."""
         if self._process != os.getpid():
@@ -164,7 +164,7 @@ class Transport:
             )
 
     async def _once(self, call: Call, credential: Mapping[str, str]) -> httpx.Response:
-        self._check_process()
+        self.check_process()
         headers = {"Accept": "application/json", **credential, **(call.headers or {})}
         if call.body is not None:
             headers["Content-Type"] = call.content_type
@@ -197,7 +197,7 @@ class Transport:
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[str, str]]:
         """Server-sent events, as (name, data), until the server ends them. The request is sent once, and again only if
         the server wants another token. Raises the typed error if it is refused or breaks off."""
-        self._check_process()
+        self.check_process()
         headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         if self.use_tokens:
             headers["X-API-Key"] = await self._tokens.current()

@@ -248,11 +248,11 @@ def _check_tiling(name: str, spans: ProvenanceSpans, length: int) -> None:
 def _as_tensor(name: str, value: Any) -> TensorData:
     if isinstance(value, TensorData):
         return value
-    if isinstance(value, np.ndarray):
-        return TensorData.from_numpy(value)
-    if hasattr(value, "detach"):  # a torch tensor, recognised without importing torch
-        tensor = TensorData.from_torch(value)
-        return TensorData.from_dense(tensor.to_numpy()) if name in _SPARSE_INPUTS else tensor
+    if isinstance(value, np.ndarray) or hasattr(value, "detach"):  # torch's, recognised without importing torch
+        try:
+            return _from_array(name, value)
+        except WireError as error:
+            raise WireError(f"loss input {name!r}: {error}") from None
     if isinstance(value, list | tuple | range):
         return _from_list(name, value)
     if isinstance(value, int | float | np.number):
@@ -260,6 +260,13 @@ def _as_tensor(name: str, value: Any) -> TensorData:
     raise WireError(
         f"loss input {name!r} is a {type(value).__name__}; use TensorData, numpy, torch, a list or a number"
     )
+
+
+def _from_array(name: str, value: Any) -> TensorData:
+    if isinstance(value, np.ndarray):
+        return TensorData.from_numpy(value)
+    tensor = TensorData.from_torch(value)
+    return TensorData.from_dense(tensor.to_numpy()) if name in _SPARSE_INPUTS else tensor
 
 
 def _from_list(name: str, value: Sequence[Any]) -> TensorData:

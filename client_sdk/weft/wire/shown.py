@@ -38,7 +38,8 @@ def _line(problem: Any, names: dict[str, str]) -> str:
     first, *rest = problem["loc"] or ("arguments",)
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
     given = "" if isinstance(problem["input"], dict) else f", got {quote(problem['input'])}"
-    return f"{names.get(str(first), first)}{place}: {problem['msg'][:1].lower()}{problem['msg'][1:]}{given}"
+    told = problem["msg"].removeprefix("Value error, ")  # pydantic's own words before those of a validator
+    return f"{names.get(str(first), first)}{place}: {told[:1].lower()}{told[1:]}{given}"
 
 
 def quote(value: object) -> str:

@@ -139,6 +139,15 @@ def test_a_conversation_that_the_template_cannot_say_is_named() -> None:
         rl.pairs([row, {**row, "prompt": "?!"}], strict)
 
 
+def test_a_message_without_content_is_named() -> None:
+    """Its answer was trained as an empty one."""
+    talk = [TALK[0], {"role": "assistant", "text": "8"}]
+    with pytest.raises(ValueError, match=r"messages\[1\] has no 'content', only 'role', 'text': rename yours$"):
+        rl.conversations([talk], tokenizer())
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    assert rl.conversations([[TALK[0], {"role": "assistant", "tool_calls": [call]}]], tokenizer())
+
+
 @pytest.mark.parametrize(("asks", "answers"), [("human", "gpt"), ("user", "model"), ("human", "assistant")])
 def test_roles_that_no_template_knows_are_named(asks: str, answers: str) -> None:
     """Rows of which nothing was trained were left out without a word."""

@@ -78,7 +78,7 @@ class TemplateRenderer:
         self._options = dict(template_options or {})
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None, opened: bool) -> str:
-        _check_roles(messages)
+        _check_form(messages)
         given = [_shown(message) for message in messages]
         made = self.tokenizer.apply_chat_template(
             given,
@@ -203,7 +203,7 @@ class TemplateRenderer:
         """A conversation as training examples: ids, and which of them its assistant would have sampled.
 
         One, or several where the template rewrites what was said before; each answer is in exactly one of them."""
-        _check_roles(messages)
+        _check_form(messages)
         examples: list[tuple[list[int], list[bool]]] = []
         ids, sampled, written = list[int](), list[bool](), ""
         for index, message in enumerate(messages):
@@ -263,11 +263,13 @@ def _end_of_turn(answer: list[int], special: Sequence[int]) -> int:
     return max((place + 1 for place, token in enumerate(answer) if token in special), default=0)
 
 
-def _check_roles(messages: Sequence[Message]) -> None:
+def _check_form(messages: Sequence[Message]) -> None:
     for place, message in enumerate(messages):
         if (role := message.get("role")) not in ROLES:
             known = ", ".join(ROLES)
             raise ValueError(f"messages[{place}]: 'role' is {role!r:.40}; it must be one of {known}: rename yours")
+        if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
+            raise ValueError(f"messages[{place}] has no 'content', only {', '.join(map(repr, message))}: rename yours")
 
 
 def _shown(message: Message) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class _Distill(Loop):
     ) -> None:
         if recipe.sampling is not None:
             _as_the_teacher(recipe.sampling.temperature)
+        if hint is not None:
+            checks.function("hint", hint, "lambda task: [{'role': 'system', 'content': ...}]")
         checks.does("teacher", teacher, "get_base_model_async", "service.create_sampling_client(...)")
         super().__init__(run, env, recipe)
         self.teacher, self.hint = teacher, hint

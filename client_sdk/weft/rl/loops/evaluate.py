@@ -77,6 +77,7 @@ async def evaluate(
     is taken, or any sampler: `service.create_sampling_client(model_path=...)`. Tasks wait for `room` (by default for
     AT_A_TIME rollouts, within what the quota of their sandboxes leaves). Raises errors that every rollout would meet: a
     spent budget, a refused key."""
+    checks.made("evaluation", evaluation, Evaluation, "rl.Evaluation(env)")
     of = await policy_of(policy) if isinstance(policy, (TrainingClient, SamplingClient)) else policy
     room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()

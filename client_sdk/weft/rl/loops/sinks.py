@@ -86,7 +86,8 @@ def _text(told: Mapping[str, float]) -> str:
 
 
 class JsonLines:
-    """A file with one JSON object for each step. Numbers that JSON lacks (NaN, infinity) are null."""
+    """A file with one JSON object for each step. Numbers that JSON lacks (NaN, infinity) are null. A loop that goes on
+    from a checkpoint appends: of two lines of one step the last counts."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)

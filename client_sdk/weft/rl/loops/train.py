@@ -72,7 +72,8 @@ class Recipe:
         if self.penalty is not None:
             checks.function("penalty", self.penalty, "rl.lengths.linear()")
         checks.made("sampling", self.sampling, SamplingParams | None, "weft.SamplingParams(max_tokens=64)")
-        checks.made("sinks", self.sinks, Sequence | None, "[rl.Progress()]")
+        checks.sinks(self.sinks)
+        checks.made("optim", self.optim, AdamParams, "weft.AdamParams(beta2=0.95)")
         checks.made("groups", self.groups, Groups, "rl.Groups(batch=16, size=8)")
         checks.made("loss", self.loss, Loss | None, "rl.losses.ppo()")
         checks.made("schedule", self.schedule, Schedule, "rl.Async(max_lag=1)")

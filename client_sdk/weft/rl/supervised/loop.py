@@ -45,7 +45,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         checks.count("batch", self.batch)
-        checks.made("sinks", self.sinks, Sequence | None, "[rl.Progress()]")
+        checks.sinks(self.sinks)
+        checks.made("optim", self.optim, AdamParams, "weft.AdamParams(beta2=0.95)")
         checks.made("checkpoint", self.checkpoint, Checkpoints | None, "rl.Checkpoints('name')")
         checks.finite("epochs", self.epochs, above=True)
         checks.rate("learning_rate", self.learning_rate)
@@ -74,7 +75,10 @@ def go(
     reference) takes."""
     checks.listed("data", items)
     if not items:
-        raise ValueError("there are no data to train on: rl.conversations keeps only talks with an assistant's answer")
+        raise ValueError(
+            "there are no data to train on: rl.conversations keeps only talks with an assistant's answer that begins "
+            "within max_length"
+        )
     with alone(run):
         taken = wait(model_limits(run)).context_length
         _fitting(items, taken if most is None else min(most, taken))
