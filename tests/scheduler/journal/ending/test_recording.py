@@ -11,7 +11,7 @@ from weft.wire.binary.sample_codec import SequenceResult, encode_sample_response
 
 from scheduler.journal import storing
 from scheduler.links.messages import Done, Failure, PullSamples
-from tests.scheduler.journal.test_journal import Service, folder, go, outcome, sample  # noqa: F401
+from tests.scheduler.journal.kit import Service, go, outcome, sample
 
 
 def drawn(op_id: str, *sequences: list[float], recorded: bool = True) -> Done:
@@ -25,7 +25,7 @@ def kept(service: Service) -> dict[str, list[float]]:
     return {ref: np.frombuffer(blobs.get(ref), "<f4").tolist() for ref in blobs.listed("stability/*/*")}
 
 
-def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:  # noqa: F811
+def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:
     """Weights may have moved between the draws of two generators. A sample without tokens has no file: it would be one
     that costs no money."""
 
@@ -48,7 +48,7 @@ def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:
 
 
 def test_a_store_that_takes_nothing_for_a_while_delays_the_answer(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
