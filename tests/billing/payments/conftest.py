@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def payments(any_database: Database, stripe_server: FakeStripe, tmp_path: Path) 
 
 @pytest.fixture
 def door(payments: Payments) -> Iterator[Door]:
+    # The API keeps events by the machine's clock, and by the fake one they have to be due.
+    payments.fake.stripe.now = datetime(2046, 11, 29, 12, tzinfo=UTC).timestamp()
     context = payments.context
     settings = Settings(data_dir=payments.folder, payments=payments.fake.settings())
 
