@@ -68,7 +68,9 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/billing/money/test_hard_limits.py::test_a_commit_that_fails_moves_nothing",
     ),
     "billing/metering/quotas.py": ("tests/billing/metering/test_quotas.py",),
-    "billing/metering/storage.py": ("tests/billing/metering/test_storage.py",),
+    "billing/metering/storage.py": (
+        *("tests/billing/metering/test_storage.py", "tests/billing/metering/test_storage_of_samplers.py"),
+    ),
     "billing/money/budgets.py": ("tests/billing/money/test_budgets.py",),
     "billing/money/grants.py": ("tests/billing/money/test_budgets.py", "tests/billing/metering/test_charges.py"),
     "billing/money/ledger.py": ("tests/billing/money/test_ledger.py",),
@@ -124,7 +126,9 @@ MODULES: dict[str, tuple[str, ...]] = {
         *("tests/scheduler/journal/test_journal.py", "tests/scheduler/journal/test_database_away.py", "-k"),
         "acceptance or number or moment or restart or refused or small or bodies or twice or was_stored or rows_that",
     ),
-    "scheduler/journal/accepting/admission.py": ("tests/scheduler/journal/test_journal.py",),
+    "scheduler/journal/accepting/admission.py": (
+        *("tests/scheduler/journal/test_journal.py", "tests/scheduler/journal/test_closed_runs.py"),
+    ),
     "scheduler/journal/accepting/backlog.py": (
         *("--noconftest", "tests/scheduler/journal/accepting/test_backlog.py"),
         "--deselect",

@@ -8,27 +8,10 @@ from functools import cache
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
 
-from api.console.pages import (
-    audit,
-    billing,
-    budgets,
-    checkpoints,
-    compare,
-    join,
-    keys,
-    limits,
-    login,
-    members,
-    overview,
-    ownership,
-    playground,
-    queues,
-    run,
-    runs,
-    search,
-    sso,
-    usage,
-)
+from api.console.pages import overview, search
+from api.console.pages.paying import billing, budgets, limits, ownership, usage
+from api.console.pages.people import audit, join, keys, login, members, sso
+from api.console.pages.runs import checkpoints, compare, listing, playground, queues, run
 from api.console.render import STATIC, console_router, failed_page, looks
 from api.console.security import HEADERS, PREFIX, SecurityHeaders
 from api.errors import NotFound, quote
@@ -42,7 +25,7 @@ PAGES = (
     join,
     overview,
     usage,
-    runs,
+    listing,
     run,
     compare,
     search,

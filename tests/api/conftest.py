@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from scheduler.journal.journal import Journal
 from scheduler.links.messages import Done
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
-from store.settings import GeneratorSettings, Limits, Settings, TrainerSettings
+from store.settings import FrontSettings, GeneratorSettings, Limits, Settings, TrainerSettings
 from store.tables import Operation
+from tests.api.listening import Listening
 from tests.keys import create_key
 from workers.model.card import ModelCard, read_card
 from workers.model.tiny import TINY_PATH
@@ -160,3 +161,15 @@ def open_world(settings: Settings, card: ModelCard, database: Database, blobs: F
 def world(settings: Settings, card: ModelCard, database: Database, blobs: FolderBlobs) -> Iterator[World]:
     with open_world(settings, card, database, blobs) as world:
         yield world
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[..., Listening]]:
+    with ExitStack() as stack:
+
+        def start(**settings: Any) -> Listening:
+            found = Listening(FrontSettings(**settings))
+            stack.callback(found.stop)
+            return found
+
+        yield start

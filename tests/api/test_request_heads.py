@@ -8,9 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from api.server.connections import MAX_HEADERS_BYTES
-from tests.api.test_connections import GET, LONG, Listening, answer, listening
-
-__all__ = ["listening"]
+from tests.api.listening import GET, LONG, Listening, answer
 
 UPGRADE = b"HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAQCAAAA\r\n"
 

@@ -22,6 +22,7 @@ from api.server.workers.nursery import Nursery
 from api.server.workers.supervisor import Backoff, Supervisor, WorkerFailed
 from api.server.workers.worker_process import WorkerProgram
 from scheduler.links.configs import OF_ANOTHER_VERSION
+from tests.waiting import until, until_async
 
 #: A worker that says hello, leaves on "leave", hangs on "hang", crashes on "crash", and exits when the link closes.
 WORKER = """
@@ -115,13 +116,6 @@ def run(request: pytest.FixtureRequest, new_nursery: New) -> Run:
     return Run(new_nursery() if request.param == "forked" else None)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
-
-
 def gone(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -149,7 +143,7 @@ def test_a_worker_attaches_with_its_first_word(run: Run, capfd: pytest.CaptureFi
         assert [status.attached for status in supervisor.status()] == [False, False]
         await supervisor.wait_attached()
         assert supervisor.loading_s() == {}
-        await until(lambda: len(server.heard) == 2)
+        await until_async(lambda: len(server.heard) == 2)
         assert sorted(server.heard) == [("generator", b"hello"), ("trainer", b"hello")]
         assert all(status.attached and status.pid and not status.restarts for status in supervisor.status())
 
@@ -164,7 +158,7 @@ def test_a_crashed_worker_is_restarted_and_the_reason_is_told(run: Run, caplog: 
         await supervisor.wait_attached()
         first = supervisor.status()[0].pid
         server.links[0].send(b"crash")
-        await until(lambda: len(server.heard) == 2)
+        await until_async(lambda: len(server.heard) == 2)
         [status] = supervisor.status()
         assert status.pid not in (None, first)
         assert (status.restarts, status.last_exit) == (1, "was killed by SIGSEGV")
@@ -178,7 +172,7 @@ def test_a_worker_of_another_version_is_told_once_and_tried_seldom(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
-        await until(lambda: supervisor.status()[0].restarts >= 2)
+        await until_async(lambda: supervisor.status()[0].restarts >= 2)
 
     assert Backoff.most_s < supervising.STRANGER_S
     monkeypatch.setattr(supervising, "STRANGER_S", 0.0)
@@ -192,7 +186,7 @@ def test_kill_9_of_a_worker_restarts_it(run: Run) -> None:
         pid = supervisor.status()[0].pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: len(server.heard) == 2)
+        await until_async(lambda: len(server.heard) == 2)
 
     run(main)
 
@@ -216,7 +210,7 @@ def test_a_worker_that_takes_long_to_exit_after_its_link_has_closed_is_left_in_p
         await supervisor.wait_attached()
         supervisor.retire()
         server.links[0].send(b"leave")
-        await until(lambda: not supervisor.status()[0].attached)
+        await until_async(lambda: not supervisor.status()[0].attached)
         await supervisor.stop(grace_s=20)
         assert supervisor.status()[0].last_exit == "exited with code 0"
 
@@ -273,8 +267,8 @@ def test_what_a_worker_has_said_and_cannot_be_stored_does_not_hold_up_the_stop(
 
 def test_a_worker_that_is_still_loading_does_not_hold_up_the_stop(run: Run) -> None:
     async def main(supervisor: Supervisor, server: Server) -> None:
-        await until(lambda: supervisor.status()[0].pid is not None)
-        await until(lambda: list(supervisor.loading_s()) == ["trainer"])
+        await until_async(lambda: supervisor.status()[0].pid is not None)
+        await until_async(lambda: list(supervisor.loading_s()) == ["trainer"])
         started = time.monotonic()
         await supervisor.stop(grace_s=30)
         assert time.monotonic() - started < 10
@@ -325,7 +319,7 @@ def test_a_link_that_fails_costs_the_worker_its_life_and_not_the_server(
     monkeypatch.setattr("api.server.workers.supervisor.LINGER_S", 0.1)
 
     async def main(supervisor: Supervisor, server: Server) -> None:
-        await until(lambda: len(server.heard) == 1)
+        await until_async(lambda: len(server.heard) == 1)
         assert supervisor.status()[0].restarts == 1
 
     attach = Server.attach
@@ -369,14 +363,7 @@ def test_workers_die_with_a_server_that_is_killed(arguments: list[str]) -> None:
         worker = int(parent.stdout.readline())
         assert not gone(worker)
         parent.kill()
-    wait_for(lambda: gone(worker))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: gone(worker), 20)
 
 
 def nursery_of(worker: int) -> int:
@@ -395,11 +382,11 @@ def test_all_are_forked_from_one_process_and_one_after_the_other_dies(new_nurser
         assert os.getpgid(ours[0]) == ours[0]
         for lives, pid in enumerate(ours, 3):
             os.kill(pid, signal.SIGKILL)
-            await until(lambda lives=lives: len(server.heard) == lives)
+            await until_async(lambda lives=lives: len(server.heard) == lives)
         later = [status.pid or 0 for status in supervisor.status()]
         assert {nursery_of(pid) for pid in later} == {mother}
         os.kill(mother, signal.SIGKILL)
-        await until(lambda: len(server.heard) == 6)
+        await until_async(lambda: len(server.heard) == 6)
         assert all(gone(pid) for pid in (mother, *ours, *later))
         assert [status.last_exit for status in supervisor.status()] == ["was killed by SIGKILL"] * 2
         assert len({nursery_of(status.pid or 0) for status in supervisor.status()} - {mother}) == 1
@@ -477,7 +464,7 @@ open({str(told)!r}, "w").write(repr(link.recv(1)))
     async def main(supervisor: Supervisor, server: Server) -> None:
         await asyncio.sleep(0.1)
         await supervisor.stop(grace_s=30)
-        await until(lambda: told.is_file() and told.read_text() == "b''")
+        await until_async(lambda: told.is_file() and told.read_text() == "b''")
 
     Run(nursery)(main, program(script))
 

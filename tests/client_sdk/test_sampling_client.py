@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import pytest
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from weft import ModelInput, SamplingParams, ServiceClient
 
 from tests.client_sdk.stub_server import SESSION, Stub, not_yet, status
+from tests.waiting import until
 
 PROMPT = ModelInput.from_ints([7, 8, 9])
 PARAMS = SamplingParams(max_tokens=3)
@@ -141,14 +141,11 @@ def test_a_failed_sample_is_final(service: ServiceClient, stub: Stub) -> None:
 def test_cancelling_tells_the_server(service: ServiceClient, stub: Stub) -> None:
     stub.faults["/retrieve_future"] = [not_yet()] * 10_000
     future = service.create_sampling_client(base_model="org/tiny").sample(PROMPT, 1, PARAMS)
-    while not stub.bodies("/retrieve_future"):
-        time.sleep(0.01)
+    until(lambda: stub.bodies("/retrieve_future"))
     future.cancel()
     with pytest.raises(CancelledError):
         future.result(10)
-    deadline = time.monotonic() + 5
-    while not stub.bodies("/cancel_future") and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: stub.bodies("/cancel_future"), 5)
     assert stub.bodies("/cancel_future") == [{"request_id": f"r-{SESSION}:sample:0-0"}]
 
 
@@ -188,13 +185,6 @@ def test_what_is_cancelled_before_the_server_has_room_is_not_sent_again(service:
         time.sleep(0.3)
     assert asked < 9
     assert not stub.bodies("/cancel_future")
-
-
-def until(there: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not there():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_compute_logprobs(service: ServiceClient, stub: Stub) -> None:

@@ -367,11 +367,25 @@ def test_a_refusal_is_shown_on_the_page(console: Console, open_page: Open) -> No
     expect(page.locator("#toast")).to_contain_text("is a member already")
 
 
+#: Whether the first chart has pixels of a colour.
+PAINTED = """(colour) => {
+  const canvas = document.querySelector(".chart canvas"), { width, height } = canvas;
+  const copy = new OffscreenCanvas(width, height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  const { data } = copy.getImageData(0, 0, width, height);
+  const rgb = colour.match(/\\w\\w/g).map((part) => parseInt(part, 16));
+  for (let at = 0; at < data.length; at += 4) if (rgb.every((part, i) => data[at + i] === part)) return true;
+  return false;
+}"""
+
+
 def test_colours_can_be_chosen(open_page: Open) -> None:
     page = open_page(color_scheme="light")
     button = page.get_by_role("button", name="Colours")
-    button.click()
-    button.click()
+    for colour, other in (("#4f5bd5", "#7f8af2"), ("#7f8af2", "#4f5bd5")):
+        button.click()
+        assert page.evaluate(PAINTED, colour)
+        assert not page.evaluate(PAINTED, other)
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     page.reload()
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"

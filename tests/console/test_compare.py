@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from api.console.formats import lasts
-from api.console.pages.compare import DRAWN, _all_reach
+from api.console.pages.runs.compare import DRAWN, _all_reach
 from store.tables import AuditEntry, Operation, Organisation, Run, RunMetric, UsageEvent
 from store.tables.work import MAX_NOTES
 from tests.console.conftest import Console

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 
 from api.console import sessions
 from api.console.install import PAGES
-from api.console.pages import billing
+from api.console.pages.paying import billing
 from billing.money import ledger
 from billing.money.alerts import raise_alert, resolve_alert
 from billing.money.wallets import set_mode

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from zipfile import ZipFile
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from store.load_settings import load_settings
+from tests.waiting import until
 
 #: A step that prints its line only when it is interrupted, and has started a process that would go on.
 LONG = """
@@ -66,10 +66,7 @@ def test_every_step_ends_and_is_reported(
         """The step's second begins when its program runs: on a busy machine the start alone may take longer."""
 
         def wait(self, timeout: float | None = None) -> int:
-            deadline = time.monotonic() + 60
-            while timeout == 1 and not ready.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: timeout != 1 or ready.exists())
             return super().wait(timeout)
 
     monkeypatch.setattr(check.subprocess, "Popen", Patient)
@@ -87,10 +84,7 @@ def test_every_step_ends_and_is_reported(
     assert found["good"]["log"] == ["3 passed"]
     *said, child = found["long"]["log"]
     assert said == ["12 passed so far"]
-    deadline = time.monotonic() + 10
-    while runs(int(child)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not runs(int(child)), 10)
     assert sum(step.limit_s for step in check.steps(tmp_path) if not step.apart) <= check.LIMIT_S < 9 * 60
     assert all(step.limit_s <= check.LIMIT_S for step in check.steps(tmp_path))
     assert all(

@@ -1,5 +1,5 @@
 """The servers of the end-to-end tests, each a real `weftd` as a process. It, and what forks its workers, are forked
-from one that has imported all (`tests.forked`). tests/api/test_cli.py and tests/deploy start it as an operator does."""
+from one that has imported all (`tests.forked`). As an operator starts it: tests/api/test_serve_cli.py, tests/deploy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ import weft
 from store.database.db import Database
 from tests.forked import Forked, run_forked
 from tests.keys import create_key
+from tests.waiting import until
 
 # Before the official SDK is imported: it shall fetch nothing and report nothing.
 os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0")
@@ -61,11 +61,7 @@ class Weftd:
 
     def worker(self, role: str) -> psutil.Process:
         """The process of the present `trainer` or `generator`; waits until there is one."""
-        deadline = time.monotonic() + 60
-        while not (found := self.workers(role)):
-            assert time.monotonic() < deadline, self.log()
-            time.sleep(0.01)
-        return found[0]
+        return until(lambda: self.workers(role), said=self.log)[0]
 
     def workers(self, role: str) -> list[psutil.Process]:
         """All processes of that role."""

@@ -6,7 +6,6 @@ import itertools
 import sqlite3
 import subprocess
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from tinker import types
 
 from tests.e2e.conftest import BASE_MODEL, Weftd, weftd_command
 from tests.e2e.data import ADAM, prompt, supervised
+from tests.waiting import until
 
 pytestmark = pytest.mark.server
 
@@ -96,10 +96,7 @@ def test_a_backup_under_load_goes_on_with_the_same_bits_and_the_same_money(
 
 
 def wait_for_steps(tenants: list[Tenant], count: int) -> None:
-    deadline = time.monotonic() + 120
-    while min(len(tenant.losses) for tenant in tenants) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: min(len(tenant.losses) for tenant in tenants) >= count, 120)
 
 
 def go_on(tenant: Tenant, last_seq: int, end: int) -> None:

@@ -20,6 +20,7 @@ from tinker import types
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, prompt, supervised
+from tests.waiting import until
 
 pytestmark = pytest.mark.server
 Start = Callable[..., Weftd]
@@ -203,7 +204,7 @@ def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
     server.options = ("--config", str(server.data_dir / "weft.toml"))
     ready = threading.Thread(target=server.start)
     ready.start()
-    eventually(lambda: server.process.poll() is None and len(server.nurseries()) == 1)
+    until(lambda: server.process.poll() is None and len(server.nurseries()) == 1)
     [nursery] = server.nurseries()
     nursery.suspend()
     try:
@@ -215,7 +216,7 @@ def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
                     asked.append(http.post("/api/v1/retrieve_future", json={"request_id": made}))
                 return bool(asked)
 
-            eventually(answered)
+            until(answered)
             assert asked[0].status_code == 408
             assert asked[0].json()["queue_state_reason"].startswith("waiting for the trainer, which is starting")
             assert ready.is_alive()  # "ready" is logged once the workers are there
@@ -228,13 +229,6 @@ def test_polls_are_held_while_no_worker_is_there(own_weftd: Start) -> None:
         with suppress(psutil.NoSuchProcess):
             nursery.resume()
         ready.join(60)
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def snapshot_of(server: Weftd, run_id: str) -> str:

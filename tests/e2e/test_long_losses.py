@@ -15,8 +15,9 @@ import tinker
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import supervised
 from tests.e2e.production import Production
-from tests.e2e.test_crashes import client, eventually, fingerprint, train
+from tests.e2e.test_crashes import client, fingerprint, train
 from tests.e2e.test_production import own_redis, own_store, production  # noqa: F401
+from tests.waiting import until
 
 pytestmark = pytest.mark.server
 
@@ -63,7 +64,7 @@ def test_a_loss_that_takes_too_long_fails_alone_and_for_good(own_weftd: Callable
         assert "custom loss: it took longer than the" in told.result()
     assert found[0] == expected[0]
     np.testing.assert_array_equal(found[1], expected[1])
-    eventually(lambda: ended(server) == 1)
+    until(lambda: ended(server) == 1)
     [(state, category)] = rows(server, "select state, error_category from operations where error like 'custom loss:%'")
     assert (state, category) == ("failed", "user")
     [(tokens,)] = rows(

@@ -16,8 +16,9 @@ import tinker
 from tests.e2e.conftest import BASE_MODEL, BIN, named
 from tests.e2e.data import prompt
 from tests.e2e.production import Production, production_of
-from tests.e2e.test_crashes import eventually, train
+from tests.e2e.test_crashes import train
 from tests.servers import PostgresServer
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.server,
@@ -42,7 +43,7 @@ def test_workers_share_what_is_imported_and_none_outlives_the_server(tmp_path: P
             assert sum(each.memory_full_info().pss for each in ours) < float(planned[0]) * UNITS[planned[1]]
 
             trainer.kill()
-            eventually(lambda: named(nursery, "weft-trainer") not in ([], [trainer]))
+            until(lambda: named(nursery, "weft-trainer") not in ([], [trainer]))
             family = psutil.Process(server.pid).children(recursive=True)
         finally:
             server.send_signal(signal.SIGKILL)

@@ -7,7 +7,6 @@ import io
 import json
 import tarfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from tests.e2e.data import ADAM, prompt, supervised
 from tests.e2e.production import Production, production_of, stop
 from tests.e2e.test_crashes import fingerprint
 from tests.servers import OwnRedis, OwnStore, PostgresServer
+from tests.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 STEPS = 5
@@ -105,7 +105,7 @@ def test_nothing_is_lost_or_billed_twice_whoever_is_killed(
     assert not list(production.folder.glob("data*/blobs"))
     inflight_samples_follow_their_run(other, key)
     a_stream_is_read_while_it_is_drawn(other, key)
-    until(lambda: production.query("select count(*) from operations where state = 'queued'") == [(0,)])
+    until(lambda: production.query("select count(*) from operations where state = 'queued'") == [(0,)], PATIENCE_S)
     failed = production.query("select kind, error from operations where state = 'failed' and lane <> %s", careless)
     doubled = production.query(
         "select operation_id, kind, count(*) from usage_events where operation_id is not null "
@@ -188,7 +188,7 @@ def without_redis(own_redis: OwnRedis, url: str, key: str) -> None:
     assert retrieved(http, accepted).status_code == 200
     own_redis.stop()
     seqs = iter(range(1, 10**6))
-    until(lambda: http.post("/api/v1/asample", json=request | {"seq_id": next(seqs)}).status_code == 503)
+    until(lambda: http.post("/api/v1/asample", json=request | {"seq_id": next(seqs)}).status_code == 503, PATIENCE_S)
     assert "retry-after" in http.post("/api/v1/asample", json=request | {"seq_id": next(seqs)}).headers
     assert retrieved(http, accepted).status_code == 200
     assert http.get("/healthz").status_code == http.get("/readyz").status_code == 200
@@ -275,13 +275,6 @@ def a_stream_is_read_while_it_is_drawn(url: str, key: str) -> None:
     assert line == "data: [DONE]" or drawn
     assert drawn == seen[: len(drawn)]
     assert pieces > 3
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def retrieved(http: httpx.Client, request_id: str) -> httpx.Response:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from scheduler.links.redis_queue import SAMPLES
 from tests.e2e.conftest import BASE_MODEL
 from tests.e2e.production import Production, production_of
 from tests.servers import PostgresServer, redis_server
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
@@ -45,14 +45,6 @@ def production(
         yield made
 
 
-def until(holds: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not (found := holds()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
-
-
 def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
     production: Production, redis_url: str
 ) -> None:
@@ -78,14 +70,14 @@ def test_vllm_works_from_redis_beside_the_other_engine_and_may_be_killed(
         follows_its_run(run)
 
         production.worker("generator")
-        until(lambda: queue.zcard(f"{{weft:{SAMPLES}}}:w") == 2)
+        until(lambda: queue.zcard(f"{{weft:{SAMPLES}}}:w") == 2, PATIENCE_S)
         long = SamplingParams(max_tokens=200, seed=1, stop=[])
         futures = [sampler.sample(START, 1, long) for _ in range(4) for sampler in (base, snapshot)]
-        until(lambda: held_by(vllm))
+        until(lambda: held_by(vllm), PATIENCE_S)
         family = psutil.Process(vllm.pid).children(recursive=True)
         next(process for process in family if process.cmdline()[1].endswith("/bin/vllm")).kill()
         assert all(len(tokens(future)) == 200 for future in futures)
-        until(lambda: not held_by(vllm))
+        until(lambda: not held_by(vllm), PATIENCE_S)
         vllm.kill()
         again = [tokens(sampler.sample(START, 1, greedy)) for sampler in (base, snapshot)]
     assert again == expected  # a sample of the other engine

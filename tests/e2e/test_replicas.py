@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tinker import types
 
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import prompt
+from tests.waiting import until
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +52,7 @@ def test_replicas_share_the_work_and_one_that_is_killed_loses_nothing(
     futures = ask(client, 8)
     victims = server.workers("generator")
     assert len(victims) == 2
-    deadline = time.monotonic() + 30
-    while not all(one["held"] for one in replicas(server).values()):
-        assert time.monotonic() < deadline, replicas(server)
-        time.sleep(0.01)
+    until(lambda: all(one["held"] for one in replicas(server).values()), said=lambda: replicas(server))
     victims[0].kill()
     assert tokens(futures) == calm
     with sqlite3.connect(f"file:{server.data_dir / 'weft.db'}?mode=ro", uri=True) as db:

@@ -19,6 +19,7 @@ from weft import rl
 from tests.e2e.conftest import Weftd
 from tests.e2e.rl_tasks import ONE_TURN, SMALL, fresh, rows, sums, warned
 from tests.forked import Forked
+from tests.waiting import until
 from workers.model.tiny import TINY_PATH
 
 pytestmark = pytest.mark.server
@@ -144,13 +145,7 @@ def test_what_a_killed_life_has_left_under_way_is_paid_from_the_budget(own_weftd
             query = "SELECT count(*) FROM operations WHERE kind = 'sample' AND state = 'queued'"
             return int(database.execute(query).fetchone()[0])
 
-        def wait_for(count: int) -> None:
-            deadline = time.monotonic() + 200
-            while under_way() != count:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-
-        wait_for(FEW.batch)
+        until(lambda: under_way() == FEW.batch, 200)
         first.kill()
         first.wait()
         with weft.ServiceClient(base_url=server.url, api_key=server.key()) as service:
@@ -158,7 +153,7 @@ def test_what_a_killed_life_has_left_under_way_is_paid_from_the_budget(own_weftd
             batch_nusd = rest.get_usage().result(60).held_nusd
             more: dict[str, Any] = {"groups": FEW, "sinks": [], "budget_usd": 2.5 * batch_nusd / 1e9}
             report = rl.train(run, LONG, steps=9, checkpoint=rl.Checkpoints("long"), **more)
-            wait_for(0)
+            until(lambda: under_way() == 0, 200)
             bill = rest.get_usage().result(60)
     assert report.ended == "budget"
     assert (bill.total_nusd > 2 * batch_nusd * 0.9, bill.held_nusd) == (True, 0)

@@ -20,6 +20,7 @@ from store.blobs.folder import FolderBlobs
 from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import ADAM, assert_as_in_other_company, prompt, supervised
 from tests.forked import Forked
+from tests.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.filterwarnings("ignore::FutureWarning")]
 Official = Callable[..., Any]
@@ -159,13 +160,6 @@ def test_a_repeated_prompt_is_a_cache_hit_and_billed_as_one(official: Official, 
 # -- cancelling, back-pressure, many at once
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def test_a_cancelled_sample_is_billed_for_what_it_made(official: Official, weftd: Weftd) -> None:
     sampler = base(official, "hasty")
     sampler.sample(prompt(), 1, ONE).result()
@@ -176,7 +170,7 @@ def test_a_cancelled_sample_is_billed_for_what_it_made(official: Official, weftd
     assert future.cancel()
     with pytest.raises(CancelledError):
         future.result()
-    until(lambda: usage(weftd, "hasty")["sample"] > before)
+    until(lambda: usage(weftd, "hasty")["sample"] > before, 20)
     assert usage(weftd, "hasty")["sample"] - before < 4 * 2000
 
 

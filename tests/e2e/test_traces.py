@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.production import production_of
 from tests.forked import run_forked
 from tests.servers import OwnRedis, PostgresServer
+from tests.waiting import until
 
 pytest.importorskip("opentelemetry.sdk", reason="pip install 'weft-tuning-server[otel]'")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -187,10 +187,9 @@ def test_one_trace_through_a_replica_the_leader_and_the_workers(
         run.get_info()
         asked(other, key, run.model_id)
         wanted = {"train forward_backward", "work", "settle", "POST /api/v1/forward_backward"}
-        deadline = time.monotonic() + 60
-        while not wanted <= {span.name for _, span in receiver.of_trace(TRACE)}:
-            assert time.monotonic() < deadline, receiver.of_trace(TRACE)
-            time.sleep(0.1)
+        until(
+            lambda: wanted <= {span.name for _, span in receiver.of_trace(TRACE)}, said=lambda: receiver.of_trace(TRACE)
+        )
         spans = receiver.of_trace(TRACE)
         pids = {span.name: receiver.pids[span.span_id] for _, span in spans}
         assert pids["POST /api/v1/forward_backward"] == replicas[other].pid

@@ -6,7 +6,6 @@ from __future__ import annotations
 import signal
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.e2e.data import ADAM, assert_as_in_other_company, supervised
 from tests.e2e.production import Production, production_of, stop
 from tests.e2e.test_crashes import fingerprint
 from tests.servers import OwnRedis, PostgresServer
+from tests.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 TENANTS = 4
@@ -81,20 +81,13 @@ def report(url: str, key: str) -> dict[str, Any]:
     return found
 
 
-def until(holds: Callable[[], bool], said: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.05)
-
-
 def shared(url: str, key: str, trainers: int) -> None:
     """Wait until there are so many trainers and each has runs."""
 
     def runs() -> list[int]:
         return [one["runs"] for one in report(url, key)["replicas"].values()]
 
-    until(lambda: len(runs()) == trainers and all(runs()), lambda: report(url, key))
+    until(lambda: len(runs()) == trainers and all(runs()), PATIENCE_S, lambda: report(url, key))
 
 
 def test_embedded_trainers_share_the_runs_and_may_leave_and_die(

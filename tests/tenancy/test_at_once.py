@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from api.console.pages.sso import _enter
+from api.console.pages.people.sso import _enter
 from api.errors import Forbidden
 from api.oidc.flow import Flow
 from api.routes.people import keys

@@ -19,6 +19,7 @@ from tests.truth.memory import few_guests, little_memory
 from tests.truth.schedules import DEATHS, Kind, Role
 from tests.truth.seams import Life, LivingBlobs
 from tests.workers.trainer.allocations import short_steps
+from tests.workers.trainer.ranks.meeting import place
 from workers.leave import leave
 from workers.trainer.ranks import process
 from workers.trainer.ranks.group import Group
@@ -60,16 +61,7 @@ class FarLife(Life):
 def main(
     rank: int, port: int, config: TrainerConfig, memory: Memory, wire: Connection, link: socket.socket | None
 ) -> None:
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": config.ranks,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": config.ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-    }
-    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(place(rank, config.ranks, port), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(config.ranks))
     said = os.open(said_by(Path(config.basics.data_dir), rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)

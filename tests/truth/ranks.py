@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from scheduler.links.configs import Basics, TrainerBounds, TrainerConfig
 from scheduler.links.messages import PullPass
 from scheduler.links.sockets import RECV_BYTES, _Frames, _to_server, frame  # the server's end, which blocks here
@@ -26,6 +24,7 @@ from tests.truth.rank import Memory, main, said_by
 from tests.truth.schedules import RANKS, Kind, Role, Schedule
 from tests.truth.seams import Life
 from tests.truth.strand import Killed, Strand
+from tests.workers.trainer.ranks.meeting import meeting
 
 #: Ranks that have lost their server and have not ended by then are at fault.
 LEAVE_WITHIN_S = 60.0
@@ -70,7 +69,7 @@ class _Group:
         self._doomed = False  # when one rank is to end, all end
         self._roles = RANKS[: config.ranks]
         with real_time():  # another process could have taken a port that a rank was to listen on
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = meeting()
         for rank, role in enumerate(self._roles):
             ours, theirs = CONTEXT.Pipe()
             link = far_link if rank == 0 else None

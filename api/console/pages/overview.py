@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from api.console import series
 from api.console.alerts import alerts_of
-from api.console.pages.runs import run_lines
+from api.console.pages.runs.listing import run_lines
 from api.console.render import console_router, page
 from api.console.security import ViewerDep
 from api.console.spending import bill, billed

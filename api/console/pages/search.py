@@ -12,7 +12,7 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import or_, select
 from sqlalchemy.orm import Session
 
-from api.console.pages.checkpoints import LOOKING
+from api.console.pages.runs.checkpoints import LOOKING
 from api.console.render import NAVIGATION, console_router, page
 from api.console.security import Viewer, ViewerDep
 from api.console.titles import called, run_titles, title_of, with_owner

@@ -2,7 +2,14 @@
 /* Charts by uPlot: cost per day (stacked bars), curves (lines), shares (stacked areas). Data come as JSON, in attributes
    or by fetch; names go into the page as text only. */
 const Charts = (() => {
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  /* A variable's colour as a canvas takes it: what light-dark() comes to. */
+  const css = (name) => {
+    const probe = document.body.appendChild(document.createElement("i"));
+    probe.style.color = `var(${name}, var(--other))`;
+    const colour = getComputedStyle(probe).color;
+    probe.remove();
+    return colour;
+  };
   const money = (usd) => usd === 0 ? "$0" : "$" + (usd >= 100 ? usd.toFixed(0) : usd >= 1 ? usd.toFixed(2) : usd >= 0.01 ? usd.toFixed(3) : usd.toPrecision(2));
   const short = (n) => { for (const [u, s] of [[1e9, "B"], [1e6, "M"], [1e3, "k"]]) if (Math.abs(n) >= u) return +(n / u).toPrecision(3) + s; return String(+(+n).toPrecision(4)); };
   const day = (t) => new Date(t * 1000).toLocaleDateString("en-GB", { day: "numeric", month: "short", timeZone: "UTC" });
@@ -73,7 +80,7 @@ const Charts = (() => {
       plot: {
         scales: { x: { time: true, range: (_u, lo, hi) => [lo - half, hi + half] }, y: { range: (_u, _lo, hi) => [0, (hi || 1) * 1.06] } },
         axes: axes(day, money), tzDate: (ts) => uPlot.tzDate(new Date(ts * 1e3), "UTC"),
-        series: [{}, ...order.map((i) => ({ fill: css("--kind-" + data.series[i].kind) || css("--other"), width: 0, paths: bars, points: { show: false } }))],
+        series: [{}, ...order.map((i) => ({ fill: css("--kind-" + data.series[i].kind), width: 0, paths: bars, points: { show: false } }))],
       },
     }, [data.days, ...order.map((i) => sums[i])]);
   }
@@ -132,7 +139,7 @@ const Charts = (() => {
       plot: {
         scales: { x: { time: true }, y: { range: [0, 1] } }, axes: axes(clock, percent),
         tzDate: (ts) => uPlot.tzDate(new Date(ts * 1e3), "UTC"),
-        series: [{}, ...order.map((i) => ({ fill: data.series[i].kind === "own" ? css("--accent") : css("--kind-" + data.series[i].kind) || css("--other"), width: 0, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }))],
+        series: [{}, ...order.map((i) => ({ fill: data.series[i].kind === "own" ? css("--accent") : css("--kind-" + data.series[i].kind), width: 0, paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } }))],
       },
     }, [data.times, ...order.map((i) => sums[i])]);
   }

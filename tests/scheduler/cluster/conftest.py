@@ -22,8 +22,7 @@ from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
 from tests.scheduler.cluster.replicas import Play, Replica
-from tests.scheduler.journal.test_journal import organisation
-from tests.servers import redis_server
+from tests.scheduler.journal.kit import organisation
 
 
 @dataclass
@@ -54,17 +53,9 @@ def make_queue(request: pytest.FixtureRequest) -> Iterator[Make]:
         queue.close()
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A database of the Redis that these tests may empty."""
-    with redis_server() as own:
-        yield own
-
-
 @pytest.fixture
 def play(postgres_database: Database, blobs: FolderBlobs, url: str, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Run a scenario between two replicas, of which neither leads yet."""
-    redis.Redis.from_url(url).flushall()
     organisation(SimpleNamespace(database=postgres_database))  # type: ignore[arg-type]
     monkeypatch.setattr(term, "RESCAN_S", 0.2)
     for module in (term, election):

@@ -34,6 +34,7 @@ from scheduler.order.plans import Sample
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
+from tests.waiting import until_async
 
 MOST_OPS, MOST_BYTES = 100, 10_000
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
@@ -92,17 +93,11 @@ class Replica:
 
     async def lead(self) -> None:
         self.leadership.start()
-        await until(lambda: self.leadership.term is not None)
+        await until_async(lambda: self.leadership.term is not None)
 
     async def result(self, request_id: str, within_s: float = 30) -> Any:
         found = await self.journal.outcome("org", request_id, within_s)
         return self.journal.answers.whole(found) if isinstance(found, Outcome) else found
-
-
-async def until(holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(30):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
 
 
 Play = Callable[[Callable[[Replica, Replica], Awaitable[None]]], None]

@@ -29,8 +29,9 @@ from store import tables
 from store.blobs.contract import StoreAway
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
-from tests.scheduler.cluster.replicas import RECORDED, Play, Replica, count, generator, sample, trainer, until
-from tests.scheduler.journal.test_journal import create, run_row
+from tests.scheduler.cluster.replicas import RECORDED, Play, Replica, count, generator, sample, trainer
+from tests.scheduler.journal.kit import create, run_row
+from tests.waiting import until_async
 
 
 def test_a_small_answer_to_what_was_accepted_here_is_not_looked_up_and_is_corrected_once(
@@ -47,7 +48,7 @@ def test_a_small_answer_to_what_was_accepted_here_is_not_looked_up_and_is_correc
 
     async def scenario(one: Replica, two: Replica) -> None:
         ids = [await one.journal.accept(sample(seq)) for seq in range(2)]
-        await until(lambda: one.queue.known(ids) == set(ids))
+        await until_async(lambda: one.queue.known(ids) == set(ids))
         done = [Done(ids[0], b"tokens", {"prefill": 5, "sample": 4}), Done(ids[1], b"x" * 2000, {"sample": 4})]
         answers = [Answered(one_done.op_id, pack(one_done, blobs), 20, 1.0, "") for one_done in done]
         known = [one.journal.opened(request_id) for request_id in ids]
@@ -106,11 +107,11 @@ def test_a_result_that_cannot_be_stored_holds_up_none_that_lies_in_its_row(
         async with generator(url, blobs, [large, large]) as got:
             small = [await one.result(request_id) for request_id in ids[2:]]
             assert [outcome.payload for outcome in small] == [b"tokens"] * 4
-            await until(lambda: one.queue.known(ids) == set(ids[:2]))
-            await until(lambda: {ref.rpartition("/")[2].removesuffix(":0") for ref in tried} == set(ids[:2]))
+            await until_async(lambda: one.queue.known(ids) == set(ids[:2]))
+            await until_async(lambda: {ref.rpartition("/")[2].removesuffix(":0") for ref in tried} == set(ids[:2]))
             there.set()
             assert [(await one.result(request_id)).payload for request_id in ids[:2]] == [large] * 2
-            await until(lambda: not one.queue.known(ids) and not blobs.listed("handoff/*"))
+            await until_async(lambda: not one.queue.known(ids) and not blobs.listed("handoff/*"))
             assert got == ids
 
     play(scenario)
@@ -207,8 +208,8 @@ def test_lost_messages_only_delay(play: Play, url: str, blobs: FolderBlobs, monk
         assert one.journal._open.keys() | two.journal._open.keys() <= {request_id}
         for replica in (one, two):
             monkeypatch.setattr(replica.broadcasts, "ended", lambda end, replica=replica: real(replica.broadcasts, end))
-        await until(lambda: not one.journal._open and not two.journal._open)
-        await until(lambda: one.journal._backlog.of("org") == two.journal._backlog.of("org") == (0, 0))
+        await until_async(lambda: not one.journal._open and not two.journal._open)
+        await until_async(lambda: one.journal._backlog.of("org") == two.journal._backlog.of("org") == (0, 0))
 
     play(scenario)
 

@@ -15,21 +15,22 @@ from scheduler.links.messages import Done
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.order.operations import Outcome, Waiting
 from store.blobs.folder import FolderBlobs
-from tests.scheduler.cluster.replicas import Play, Replica, sample, until
+from tests.scheduler.cluster.replicas import Play, Replica, sample
 from tests.scheduler.jobs.proxy import Proxy, proxy
+from tests.waiting import until_async
 
 
 def test_a_waiting_sample_is_cancelled_from_any_replica(play: Play) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))
-        await until(lambda: one.queue.known([request_id]))
+        await until_async(lambda: one.queue.known([request_id]))
         assert isinstance(await two.result(request_id, 0), Waiting)
         assert await one.journal.outcome("other", request_id, 0) is None
         assert not await two.journal.cancel("other", request_id)
         with two.journal._waiters.on(request_id) as waiting:
             assert await two.journal.outcome("other", request_id, 0) is None
             assert await two.journal.cancel("org", request_id)
-            await until(lambda: waiting.told)
+            await until_async(lambda: waiting.told)
             assert await two.journal.outcome("other", request_id, 0) is None
         outcome = await one.result(request_id)
         assert await one.journal.outcome("other", request_id, 0) is None
@@ -68,7 +69,7 @@ def test_a_sample_is_cancelled_though_redis_does_not_say_so(
         far = RedisQueue(f"redis://127.0.0.1:{through.port}/0")
         two.journal._cancels = cancels.Cancels(far, two.broadcasts, two.journal.run)
         request_id = await one.journal.accept(sample(0))
-        await until(lambda: one.queue.known([request_id]))
+        await until_async(lambda: one.queue.known([request_id]))
         if lost.startswith("nothing"):
             one.queue.remove(request_id)
         else:
@@ -89,7 +90,7 @@ def test_a_sample_is_cancelled_though_redis_does_not_say_so(
 def test_a_sample_that_a_generator_holds_is_not_ended_by_cancelling_it(play: Play, blobs: FolderBlobs) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))
-        await until(lambda: one.queue.known([request_id]))
+        await until_async(lambda: one.queue.known([request_id]))
         (lease,) = one.queue.lease("w", ["m"], 2, 60)
         assert await two.journal.cancel("org", request_id)
         await two.journal.flush()

@@ -7,8 +7,9 @@ import pytest
 from scheduler.journal import gaps
 from scheduler.order.operations import Outcome, SequenceReused
 from store.blobs.folder import FolderBlobs
-from tests.scheduler.cluster.replicas import Play, Replica, trainer, until
-from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+from tests.scheduler.cluster.replicas import Play, Replica, trainer
+from tests.scheduler.journal.kit import RUN, create, run_row, train
+from tests.waiting import until_async
 
 
 @pytest.mark.parametrize("lost", ["nobody", "the leader"])
@@ -24,7 +25,7 @@ def test_a_run_goes_on_without_what_never_came(
             assert (await two.result(ids[0])).error is None
             ids = [await two.journal.accept(train(3)), await one.journal.accept(train(5))]
             if lost == "the leader":
-                await until(lambda: one.leadership.term.journal.training.runs[RUN].parked)  # type: ignore[union-attr]
+                await until_async(lambda: one.leadership.term.journal.training.runs[RUN].parked)  # type: ignore[union-attr]
                 await one.leadership.stop(0.1)
                 await two.lead()
             assert [await two.result(id) for id in ids] == [Outcome(b"result", "application/x-protobuf")] * 2

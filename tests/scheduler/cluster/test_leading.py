@@ -22,8 +22,9 @@ from scheduler.order.plans import NewSampler
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
-from tests.scheduler.cluster.replicas import LONG_AGO, Play, Replica, generator, sample, trainer, until
-from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+from tests.scheduler.cluster.replicas import LONG_AGO, Play, Replica, generator, sample, trainer
+from tests.scheduler.journal.kit import RUN, create, run_row, train
+from tests.waiting import until_async
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_leader_takes_runs_up_and_breaks_them_without_waiting_for_the_database
         term = one.leadership.term
         assert term is not None
         training = term.journal.training
-        await until(lambda: RUN in training.runs)
+        await until_async(lambda: RUN in training.runs)
         training.setbacks.set_aside(SetAside(RUN, "its weights are damaged", lasting=True))
         for request_id in (*ids, await two.journal.accept(train(2))):
             ended = await two.result(request_id)
@@ -121,7 +122,7 @@ def test_a_leader_that_has_much_to_take_up_stays_the_leader_meanwhile(
         await one.lead()
         first = one.leadership.term
         two.leadership.start()
-        await until(lambda: first is not None and first._tasks)
+        await until_async(lambda: first is not None and first._tasks)
         assert two.leadership.term is None
         assert one.leadership.term is first
 
@@ -144,7 +145,7 @@ def test_a_leader_goes_by_the_shares_of_organisations_as_they_are_now(
             assert term is not None
             assert term.journal._weight("org") == 3
             await asyncio.to_thread(share, 5)
-            await until(lambda: term.journal._weight("org") == 5)
+            await until_async(lambda: term.journal._weight("org") == 5)
         assert term.journal._weight("nobody") == 1
 
     play(scenario)
@@ -160,12 +161,12 @@ def test_a_replica_that_could_not_begin_to_lead_does_not_lead(play: Play, monkey
     async def scenario(one: Replica, two: Replica) -> None:
         monkeypatch.setattr(Term, "begin", away)
         one.leadership.start()
-        await until(lambda: tried)
+        await until_async(lambda: tried)
         monkeypatch.setattr(Term, "begin", begin)
         async with asyncio.timeout(1):  # until its lease is over
             while one.leadership.term is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        await until(lambda: one.leadership.term is not None)
+        await until_async(lambda: one.leadership.term is not None)
         assert one.leadership.term is not tried[0]
 
     play(scenario)
@@ -191,13 +192,13 @@ def test_who_leads_knows_what_another_replica_told_of_a_failure_and_so_does_the_
         await two.journal.tell_failure("another", bad)
         await two.journal.tell_failure("org", bad)
         await two.journal.accept(train(3))
-        await until(lambda: there(one))
+        await until_async(lambda: there(one))
         assert not knows(one)  # the second was sent before, and has not ended
         one.leadership.term.journal.training.runs[RUN].gradients.over(2, LONG_AGO)  # type: ignore[union-attr]
-        await until(lambda: knows(one) == 1)
+        await until_async(lambda: knows(one) == 1)
         await one.leadership.stop(0.1)
         await two.lead()
-        await until(lambda: there(two))
+        await until_async(lambda: there(two))
         assert not knows(two)
         two.leadership.term.journal.training.runs[RUN].gradients.over(2, LONG_AGO)  # type: ignore[union-attr]
         assert knows(two) == 1
@@ -224,7 +225,7 @@ def test_the_next_leader_replays_and_the_old_one_can_do_nothing_more(
         one.leadership._elections.cancel()  # type: ignore[union-attr]  # it is stopped, and does not notice
         await two.lead()
         pending = await two.journal.accept(train(2))
-        await until(lambda: two.leadership.term.journal.training.opened(pending))  # type: ignore[union-attr]
+        await until_async(lambda: two.leadership.term.journal.training.opened(pending))  # type: ignore[union-attr]
         row = await postgres_database.write(lambda session: session.get_one(tables.Operation, pending))
         old.journal.training.enqueue(from_row(row))
         old.journal.training.finish(Done(pending, b"late", {"tokens": 10}))
@@ -245,9 +246,9 @@ def test_a_superseded_leader_waits_for_nothing_any_more(play: Play) -> None:
         await one.lead()
         assert isinstance(await one.journal.accept(create(), run_row()), str)
         await one.journal.accept(train(2))
-        await until(waits)
+        await until_async(waits)
         await one.leadership.stop(0.1)
-        await until(lambda: not waits())
+        await until_async(lambda: not waits())
 
     play(scenario)
 
@@ -267,17 +268,17 @@ def test_how_far_runs_are_is_known_after_redis_and_the_leader_were_lost(
             inflight = NewSampler("s:sample:7", 7, inflight=True)
             await one.journal.accept(train(1, "optim_step"))
             saved = await two.journal.accept(train(2, "save_sampler", b"", inflight))
-            await until(lambda: known() == PolicyMoved(RUN, 1, f"weights/{saved}", 2))
+            await until_async(lambda: known() == PolicyMoved(RUN, 1, f"weights/{saved}", 2))
             last = await one.journal.accept(train(3, "optim_step"))
             newest = PolicyMoved(RUN, 2, f"weights/{saved}", 3)
-            await until(lambda: known() == newest)
+            await until_async(lambda: known() == newest)
             assert (await two.result(last)).error is None
             redis.Redis.from_url(url).flushall()
-            await until(lambda: known() == newest)
+            await until_async(lambda: known() == newest)
         await one.leadership.stop(0.1)
         redis.Redis.from_url(url).flushall()
         await two.lead()
-        await until(lambda: known() == newest)
+        await until_async(lambda: known() == newest)
 
     play(scenario)
 

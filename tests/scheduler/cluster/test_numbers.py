@@ -24,7 +24,7 @@ from store.database.caller import Caller, acting_as
 from store.database.db import Database
 from tests import rows
 from tests.scheduler.cluster.replicas import Play, Replica, sample, trainer
-from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+from tests.scheduler.journal.kit import RUN, create, run_row, train
 
 NOW = datetime.now(UTC)
 

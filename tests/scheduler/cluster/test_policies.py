@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-import redis
 import torch
 from weft.wire import ModelInput, SampleRequest, SamplingParams
 from weft.wire.binary.sample_codec import decode_sample_response
@@ -26,7 +25,7 @@ from scheduler.links.policies import Followed, PolicyBoard
 from scheduler.links.redis_queue import RedisQueue
 from scheduler.links.sample_link import SampleLink
 from store.blobs.folder import FolderBlobs
-from tests.servers import redis_server
+from tests.waiting import until
 from workers.generator.torch_engine import TorchEngine
 from workers.generator.worker import Generator
 from workers.model.adapters.adapter import Adapter, save_adapter
@@ -38,20 +37,12 @@ TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    """A database of the Redis that these tests may empty."""
-    with redis_server() as own:
-        yield own
-
-
-@pytest.fixture(scope="module")
 def decoder() -> Decoder:
     return load_decoder(Path(workers.model.tiny.__file__).parent / "weights", torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture
 def board(url: str) -> Iterator[PolicyBoard]:
-    redis.Redis.from_url(url).flushall()
     made = PolicyBoard(url)
     yield made
     made.close()
@@ -173,9 +164,7 @@ def test_of_moves_that_are_told_together_only_those_that_are_new_are_heard(url: 
     board.tell([PolicyMoved("late", 7, "", 20)])
     moves = [PolicyMoved(f"run{number}", number, "", number) for number in range(200)]
     board.tell([*moves[:100], PolicyMoved("late", 6, "", 19), *moves[100:]])
-    deadline = time.monotonic() + 10
-    while len(heard) < 201 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: len(heard) >= 201)
     listener.stop()
     assert heard == [PolicyMoved("late", 7, "", 20), *moves]
     assert board.known(["late", "run199"]) == {"late": heard[0], "run199": moves[-1]}

@@ -25,8 +25,9 @@ from scheduler.order.operations import Draining, NewOperation, Outcome, QueueFul
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
-from tests.scheduler.cluster.replicas import Play, Replica, count, generator, sample, trainer, until
-from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+from tests.scheduler.cluster.replicas import Play, Replica, count, generator, sample, trainer
+from tests.scheduler.journal.kit import RUN, create, run_row, train
+from tests.waiting import until_async
 
 
 def test_one_operation_sent_to_both_replicas_at_once_is_one(
@@ -129,12 +130,12 @@ def test_whatever_redis_refuses_once_the_loops_of_a_replica_go_on(
         for replica in (one, two):
             once(replica.queue, "settle")
             once(replica.board, "exchange")
-        await until(lambda: "exchange" in refused)
+        await until_async(lambda: "exchange" in refused)
         async with generator(url, blobs):
             for seq in range(3):
                 assert isinstance(await one.result(await one.journal.accept(sample(seq))), Outcome)
-            await until(lambda: "settle" in refused)
-        await until(lambda: one.journal.others == two.journal.others == 1)
+            await until_async(lambda: "settle" in refused)
+        await until_async(lambda: one.journal.others == two.journal.others == 1)
 
     play(scenario)
 
@@ -151,7 +152,7 @@ def test_a_sample_whose_sampler_is_gone_holds_up_no_other(play: Play, monkeypatc
         monkeypatch.setattr(one.journal.samplers, "facts", facts)
         gone = replace(sample(0), lane="gone")
         ids = await asyncio.gather(*map(one.journal.accept, (gone, sample(0), sample(1))))
-        await until(lambda: one.queue.known(ids) == set(ids[1:]))
+        await until_async(lambda: one.queue.known(ids) == set(ids[1:]))
 
     play(scenario)
 
@@ -166,7 +167,7 @@ def test_a_sample_is_queued_at_what_it_may_use_and_with_the_share_of_its_organis
         monkeypatch.setattr(one.queue, "push_all", queued.extend)
         new = sample(0)
         await one.journal.accept(new)
-        await until(lambda: queued)
+        await until_async(lambda: queued)
         assert [(item.cost, item.weight) for item in queued] == [(new.tokens, 3)]
 
     play(scenario)
@@ -177,7 +178,7 @@ def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(
 ) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))
-        await until(lambda: one.queue.known([request_id]))
+        await until_async(lambda: one.queue.known([request_id]))
         nobody = "waiting for the generator, which is starting; it is next"
         assert await two.result(request_id, 0.02) == Waiting("paused_capacity", nobody)
         one.queue.lease("here", ["other"], 2, 60)
@@ -189,7 +190,7 @@ def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(
             assert isinstance(told, Waiting)
             assert told.unserved
             with announced(url, "generator", ["m"]):
-                await until(two.loads.there)
+                await until_async(two.loads.there)
                 told = await two.result(request_id, 0.02)
                 assert isinstance(told, Waiting)
                 assert told.reason.startswith("waiting for the generator, which is starting: it has been loading m for")
@@ -209,14 +210,14 @@ def test_a_sample_is_told_whether_a_generator_is_there_that_has_its_model(
 def test_what_waits_for_a_generator_that_is_gone_fails_with_the_reason(play: Play) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         request_id = await one.journal.accept(sample(0))
-        await until(lambda: one.queue.known([request_id]))
+        await until_async(lambda: one.queue.known([request_id]))
         one.queue.lease("other", ["m"], 0, 1)
         (lease,) = one.queue.lease("here", ["m"], 2, 60)
         assert one.queue.decline(request_id, lease.epoch, "no routes here") == []
         await one.lead()
         outcome = await two.result(request_id)
         assert (outcome.error, outcome.category) == ("no routes here", "user")
-        await until(lambda: not one.queue.known([request_id]))
+        await until_async(lambda: not one.queue.known([request_id]))
 
     play(scenario)
 
@@ -224,7 +225,7 @@ def test_what_waits_for_a_generator_that_is_gone_fails_with_the_reason(play: Pla
 def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: FolderBlobs) -> None:
     async def scenario(one: Replica, two: Replica) -> None:
         ids = [await one.journal.accept(sample(0, b"x" * 6000)), await two.journal.accept(create(), run_row())]
-        await until(lambda: two.journal._backlog.of("org") == one.journal._backlog.of("org") == (2, 6000))
+        await until_async(lambda: two.journal._backlog.of("org") == one.journal._backlog.of("org") == (2, 6000))
         with pytest.raises(QueueFull, match="6000 bytes are queued and this operation has 4001"):
             await two.journal.accept(sample(1, b"x" * 4001))
         for replica in (one, two):
@@ -237,7 +238,7 @@ def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: Fold
         await one.lead()
         async with generator(url, blobs), trainer(url, blobs):
             assert all([(await two.result(request_id)).error is None for request_id in ids])
-        await until(lambda: two.journal._backlog.of("org") == (0, 0))
+        await until_async(lambda: two.journal._backlog.of("org") == (0, 0))
         assert (await two.journal.in_flight.elsewhere("organisation", "org")).count == 0
         await two.journal.accept(sample(1, b"x" * 4001))
 
@@ -245,7 +246,6 @@ def test_limits_hold_for_all_replicas_together(play: Play, url: str, blobs: Fold
 
 
 def test_what_a_silent_replica_said_is_forgotten(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    redis.Redis.from_url(url).flushall()
     board = BacklogBoard(url)
     assert board.exchange("dead", {"org": (5, 100)}) == []
     assert board.exchange("alive", {"org": (1, 2)}) == [{"org": [5, 100]}]  # type: ignore[comparison-overlap]
@@ -267,7 +267,7 @@ def test_a_session_that_ends_on_one_replica_closes_its_run_on_the_other(
 
             await postgres_database.write(finish)
             two.journal.close_run(RUN)
-            await until(lambda: RUN not in one.leadership.term.journal.training.runs)  # type: ignore[union-attr]
+            await until_async(lambda: RUN not in one.leadership.term.journal.training.runs)  # type: ignore[union-attr]
         with pytest.raises(RunClosed):
             await two.journal.accept(train(1))
 

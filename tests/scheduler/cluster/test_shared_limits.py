@@ -13,7 +13,7 @@ from scheduler.journal.accepting.in_flight import Elsewhere, InFlight
 from scheduler.order.operations import NewOperation
 from store import tables
 from store.database.db import Database
-from tests.scheduler.journal.test_journal import organisation
+from tests.scheduler.journal.kit import organisation
 
 
 def test_samples_and_runs_count_once_for_their_key_project_and_organisation(any_database: Database) -> None:

@@ -20,8 +20,9 @@ from scheduler.order.operations import Outcome
 from store import tables
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database
-from tests.scheduler.cluster.replicas import LONG_AGO, Play, Replica, generator, sample, trainer, until
-from tests.scheduler.journal.test_journal import RUN, create, run_row, train
+from tests.scheduler.cluster.replicas import LONG_AGO, Play, Replica, generator, sample, trainer
+from tests.scheduler.journal.kit import RUN, create, run_row, train
+from tests.waiting import until_async
 
 
 class Away:
@@ -52,11 +53,11 @@ def test_a_replica_that_can_store_nothing_stops_and_the_next_leader_does_what_it
         await one.lead()
         ids = [await one.journal.accept(create(), run_row()), await one.journal.accept(train(1))]
         cancelled = await one.journal.accept(sample(0))
-        await until(lambda: one.queue.known([cancelled]))
+        await until_async(lambda: one.queue.known([cancelled]))
         database.away = True
         assert await one.journal.cancel("org", cancelled)
         async with trainer(url, blobs) as given:
-            await until(lambda: database.refused > 2 and (1, False) in given)
+            await until_async(lambda: database.refused > 2 and (1, False) in given)
             async with asyncio.timeout(20):
                 await one.leadership.stop(0.1)
                 await one.journal.stop(0.1)
@@ -125,8 +126,8 @@ def test_a_superseded_leader_deletes_nothing_of_a_run_that_it_believes_to_be_ove
             assert (await two.result(last)).payload == b"result"
         given = [each for each in given if each[0] >= 0]  # it may have begun under the previous leader
         assert given[:3] == [(0, True), (1, True), (2, False)]
-        await until(lambda: RUN not in two.leadership.term.journal.training.runs)  # type: ignore[union-attr]
-        await until(lambda: not blobs.listed("ops/*/*"))
+        await until_async(lambda: RUN not in two.leadership.term.journal.training.runs)  # type: ignore[union-attr]
+        await until_async(lambda: not blobs.listed("ops/*/*"))
 
     play(scenario)
 
@@ -188,7 +189,7 @@ def test_what_redis_lost_behind_many_samples_that_wait_for_long_is_queued_again(
         await one.lead()
         async with generator(url, blobs) as got:
             assert all([isinstance(await two.result(request_id), Outcome) for request_id in ids])
-        await until(lambda: one.queue.known(waiting) == set(waiting))
+        await until_async(lambda: one.queue.known(waiting) == set(waiting))
         assert sorted(got) == sorted(ids)
 
     play(scenario)
@@ -208,13 +209,13 @@ def test_a_run_that_ended_while_a_look_at_it_was_under_way_is_not_taken_up_again
         assert leader is not None
         runs = leader.journal.training.runs
         created = await two.journal.accept(create(), run_row())
-        await until(lambda: RUN in runs)
+        await until_async(lambda: RUN in runs)
         (row,), logs = leader._rows([created]), leader.journal.logs_of([RUN])
         async with trainer(url, blobs) as given:
             await two.result(created)
             await postgres_database.write(finish)
             two.journal.close_run(RUN)
-            await until(lambda: RUN not in runs)
+            await until_async(lambda: RUN not in runs)
             late = leader.journal.take_in(row, logs)
             assert late is not None
             assert not await one.journal.end(late, Done(late.id, failure=Failure("too late", "user")))

@@ -16,15 +16,7 @@ from scheduler.order.homes import HALF_LIFE_S, LOOK_S
 from scheduler.order.operations import NewOperation
 from store import tables
 from tests.scheduler.dispatch.link import Link
-from tests.scheduler.journal.test_journal import (
-    Service,
-    create,
-    folder,  # noqa: F401
-    go,
-    outcome,
-    run_row,
-    train,
-)
+from tests.scheduler.journal.kit import Service, create, go, outcome, run_row, train
 from tests.scheduler.journal.test_losses import rows_of
 
 RUNS = [f"s:train:{n}" for n in range(4)]
@@ -76,7 +68,7 @@ class Trainer(Link):
 class Hall(Service):
     """A service whose desk has a clock that the test moves."""
 
-    def __init__(self, folder: Path) -> None:  # noqa: F811
+    def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.now = 0.0
         self.journal.desks.remove(self.trainer)
@@ -113,7 +105,7 @@ def of(run: str, seq: int) -> NewOperation:
     return replace(train(seq), lane=run, tokens=60)
 
 
-def test_runs_are_shared_out_and_stay_and_passes_are_in_flight_at_once(folder: Path) -> None:  # noqa: F811
+def test_runs_are_shared_out_and_stay_and_passes_are_in_flight_at_once(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with hall.attach() as one, hall.attach() as two:
@@ -143,7 +135,7 @@ def test_runs_are_shared_out_and_stay_and_passes_are_in_flight_at_once(folder: P
     go(scenario())
 
 
-def test_one_that_joins_gets_its_share_and_what_moves_goes_on_from_its_snapshot(folder: Path) -> None:  # noqa: F811
+def test_one_that_joins_gets_its_share_and_what_moves_goes_on_from_its_snapshot(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with hall.attach(works=True) as one:
@@ -171,7 +163,7 @@ def test_one_that_joins_gets_its_share_and_what_moves_goes_on_from_its_snapshot(
     go(scenario())
 
 
-def test_the_death_of_one_suspects_and_rebuilds_its_runs_only(folder: Path) -> None:  # noqa: F811
+def test_the_death_of_one_suspects_and_rebuilds_its_runs_only(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with hall.attach(works=True) as one:
@@ -200,7 +192,7 @@ def test_the_death_of_one_suspects_and_rebuilds_its_runs_only(folder: Path) -> N
 
 
 @pytest.mark.parametrize("how", ["it says so", "it is told to", "it dies over it"])
-def test_one_that_leaves_is_not_suspected_and_gets_nothing_more(folder: Path, how: str) -> None:  # noqa: F811
+def test_one_that_leaves_is_not_suspected_and_gets_nothing_more(folder: Path, how: str) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with hall.attach() as one:
@@ -230,7 +222,7 @@ def test_one_that_leaves_is_not_suspected_and_gets_nothing_more(folder: Path, ho
     go(scenario())
 
 
-def test_one_that_leaves_is_no_place_for_new_runs_while_it_is_still_there(folder: Path) -> None:  # noqa: F811
+def test_one_that_leaves_is_no_place_for_new_runs_while_it_is_still_there(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with hall.attach() as one, hall.attach() as two:
@@ -247,7 +239,7 @@ def test_one_that_leaves_is_no_place_for_new_runs_while_it_is_still_there(folder
     go(scenario())
 
 
-def test_of_runs_without_a_trainer_one_that_has_work_waits_for_none_that_has_not(folder: Path) -> None:  # noqa: F811
+def test_of_runs_without_a_trainer_one_that_has_work_waits_for_none_that_has_not(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with AsyncExitStack() as living:
@@ -264,7 +256,7 @@ def test_of_runs_without_a_trainer_one_that_has_work_waits_for_none_that_has_not
     go(scenario())
 
 
-def test_a_run_that_is_over_is_forgotten_by_the_trainer_that_has_it(folder: Path) -> None:  # noqa: F811
+def test_a_run_that_is_over_is_forgotten_by_the_trainer_that_has_it(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with hall.attach() as one, hall.attach() as two:
@@ -286,7 +278,7 @@ def test_a_run_that_is_over_is_forgotten_by_the_trainer_that_has_it(folder: Path
     go(scenario())
 
 
-def test_a_large_operation_has_more_time_in_proportion(folder: Path) -> None:  # noqa: F811
+def test_a_large_operation_has_more_time_in_proportion(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         hall.journal.desks.remove(hall.trainer)
@@ -306,7 +298,7 @@ def test_a_large_operation_has_more_time_in_proportion(folder: Path) -> None:  #
     go(scenario())
 
 
-def test_a_run_that_is_to_move_moves_though_there_is_no_other_trainer_any_more(folder: Path) -> None:  # noqa: F811
+def test_a_run_that_is_to_move_moves_though_there_is_no_other_trainer_any_more(folder: Path) -> None:
     """The trainer that has it forgets it with its next pass, so nothing of the run may be in that pass."""
 
     async def scenario() -> None:
@@ -339,7 +331,7 @@ def test_a_run_that_is_to_move_moves_though_there_is_no_other_trainer_any_more(f
     go(scenario())
 
 
-def test_a_run_that_cannot_be_saved_stays_and_all_survive_both_their_trainers(folder: Path) -> None:  # noqa: F811
+def test_a_run_that_cannot_be_saved_stays_and_all_survive_both_their_trainers(folder: Path) -> None:
     async def scenario() -> None:
         hall = Hall(folder)
         async with hall.attach(works=True) as one:

@@ -15,19 +15,7 @@ from scheduler.links.contract import LIVES
 from scheduler.links.messages import InLoss, PullPass
 from scheduler.order.operations import NewOperation, Waiting
 from store import tables
-from tests.scheduler.journal.test_journal import (
-    RESULT,
-    RUN,
-    Service,
-    create,
-    first_pass,
-    folder,  # noqa: F401
-    go,
-    ops,
-    outcome,
-    run_row,
-    train,
-)
+from tests.scheduler.journal.kit import RESULT, RUN, Service, create, first_pass, go, ops, outcome, run_row, train
 from tests.scheduler.journal.test_losses import rows_of
 
 OTHER = "s:train:1"
@@ -44,7 +32,7 @@ def of_other(seq: int) -> NewOperation:
     return replace(train(seq), lane=OTHER)
 
 
-def test_an_operation_whose_loss_overran_fails_at_once_and_its_neighbours_are_not_suspected(folder: Path) -> None:  # noqa: F811
+def test_an_operation_whose_loss_overran_fails_at_once_and_its_neighbours_are_not_suspected(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         await two_runs(service)
@@ -74,7 +62,7 @@ def test_an_operation_whose_loss_overran_fails_at_once_and_its_neighbours_are_no
     go(scenario())
 
 
-def test_lost_trainers_are_counted_across_restarts_of_the_server(folder: Path) -> None:  # noqa: F811
+def test_lost_trainers_are_counted_across_restarts_of_the_server(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
@@ -94,7 +82,7 @@ def test_lost_trainers_are_counted_across_restarts_of_the_server(folder: Path) -
     go(scenario())
 
 
-def test_a_trainer_that_cannot_even_end_itself_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_trainer_that_cannot_even_end_itself_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overdue, "GRACE_S", 0.05)
 
     async def scenario() -> None:

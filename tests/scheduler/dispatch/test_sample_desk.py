@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +26,8 @@ from scheduler.order.local_queue import LocalQueue
 from scheduler.order.operations import UNKEPT, Operation, Outcome
 from scheduler.order.plans import Sample
 from store import tables
-from tests.scheduler.journal.test_journal import Service, go, organisation, sample
+from tests.scheduler.journal.kit import Service, go, organisation, sample
+from tests.waiting import until_async
 
 NOW = datetime.now(UTC)
 
@@ -112,19 +112,13 @@ def test_no_slot_idles_while_a_sample_fits_it(offers: list[tuple[int, str]], ite
 # -- at the desk
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (what it looks at knows no events)
-            await asyncio.sleep(0.005)
-
-
 async def offer(service: Service, link: WorkerLink, slots: int) -> None:
     def free() -> list[int]:
         return [generator.offer.free for generator in service.generator._generators.values()]
 
     known = free()
     link.send(PullSamples(["m"], slots))
-    await until(lambda: free() != known)
+    await until_async(lambda: free() != known)
 
 
 def aside(service: Service) -> int:
@@ -200,7 +194,7 @@ def test_what_one_kind_declines_another_takes(folder: Path) -> None:
                 assert [o.op_id for o in (await heard(picky)).ops] == [request]
                 picky.send(Declined(request, "these weights train lm_head", adapter=True))
                 picky.send(PullSamples(["m"], 9))
-            await until(lambda: aside(service) == 2)
+            await until_async(lambda: aside(service) == 2)
             async with service.worker(service.generator) as other:  # the second of the two that were expected
                 other.send(PullSamples(["m"], 9))
                 work = await heard(other)
@@ -261,7 +255,7 @@ def test_what_only_a_generator_that_left_could_serve_fails_with_the_others_reaso
                 await service.journal.accept(sample(1))
                 await heard(able)  # and has no free slot
                 picky.send(Declined(declined, "too long"))
-                await until(lambda: aside(service) == 1)
+                await until_async(lambda: aside(service) == 1)
             failed = await outcome(service, declined)
             assert (failed.error, failed.category) == ("too long", "user")
 
@@ -318,7 +312,7 @@ def test_one_that_was_set_aside_can_be_cancelled(folder: Path) -> None:
             request = await service.journal.accept(sample(0))
             await heard(link)
             link.send(Declined(request, "not here"))
-            await until(lambda: aside(service) == 1)
+            await until_async(lambda: aside(service) == 1)
             assert await service.journal.cancel("org", request)
             ended = await outcome(service, request)
             assert ended.error is None
@@ -348,11 +342,11 @@ def test_counts_of_each(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.generator) as a, service.worker(service.generator) as b:
-            await until(lambda: len(service.generator._generators) == 2)
+            await until_async(lambda: len(service.generator._generators) == 2)
             list(service.generator._generators.values())[1].name = "generator-2"
             a.send(Occupancy(3, 5, 12, 0.5, 6, 4))
             b.send(Occupancy(1, 4, 4, 0.25))
-            await until(lambda: service.generator.stats["steps"] == 4)
+            await until_async(lambda: service.generator.stats["steps"] == 4)
             assert service.generator.stats["busy_s"] == 0.75
             assert service.generator.replicas() == {
                 "generator": {"steps": 3, "slots_busy": 5, "slots_offered": 12, "drafted": 6, "accepted": 4, "held": 0},

@@ -17,11 +17,12 @@ from scheduler.links.messages import PullPass, TrainOp
 from scheduler.links.sockets import WorkerLink
 from scheduler.order.operations import SequenceReused, Waiting
 from store.tables import Wallet
-from tests.scheduler.journal.test_journal import RUN, Service, first_pass, folder, go, outcome, train  # noqa: F401
+from tests.scheduler.journal.kit import RUN, Service, first_pass, go, outcome, train
+from tests.waiting import until_async
 
 
 @asynccontextmanager
-async def begun(folder: Path) -> AsyncIterator[tuple[Service, WorkerLink]]:  # noqa: F811
+async def begun(folder: Path) -> AsyncIterator[tuple[Service, WorkerLink]]:
     """A service, and the link of its trainer, which has made the run."""
     service = Service(folder)
     async with service.worker(service.trainer) as link:
@@ -36,7 +37,7 @@ def held(service: Service) -> int:
         return session.get_one(Wallet, "org").held_nusd
 
 
-def again(service: Service, folder: Path) -> Service:  # noqa: F811
+def again(service: Service, folder: Path) -> Service:
     """The server is killed and starts again."""
     service.journal.training.stop()
     service.database.close()
@@ -58,7 +59,7 @@ async def sent(service: Service, link: WorkerLink, seqs: list[int]) -> list[Trai
 
 @pytest.mark.parametrize("killed", ["never", "before", "after"])
 def test_a_run_goes_on_without_what_never_came(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     killed: str,
 ) -> None:
@@ -73,9 +74,7 @@ def test_a_run_goes_on_without_what_never_came(
         assert held(service) > 0
         if killed == "before":
             service = again(service, folder)
-        async with asyncio.timeout(5):
-            while service.journal.training.runs[RUN].parked:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until_async(lambda service=service: not service.journal.training.runs[RUN].parked, 5)
         if killed == "after":
             service = again(service, folder)
         async with service.worker(service.trainer) as link:
@@ -102,7 +101,7 @@ def test_a_run_goes_on_without_what_never_came(
 
 
 def test_what_comes_while_its_number_is_given_up_is_one_of_both(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """2 is in the database, but not yet in the run, when the run is to go on without it."""
@@ -124,7 +123,7 @@ def test_what_comes_while_its_number_is_given_up_is_one_of_both(
 
 
 def test_a_number_far_beyond_all_others_is_given_up_itself(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
@@ -144,7 +143,7 @@ def test_a_number_far_beyond_all_others_is_given_up_itself(
     go(scenario())
 
 
-def test_an_operation_that_comes_before_the_limit_is_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_an_operation_that_comes_before_the_limit_is_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.3)
 
     async def scenario() -> None:
@@ -159,7 +158,7 @@ def test_an_operation_that_comes_before_the_limit_is_accepted(folder: Path, monk
     go(scenario())
 
 
-def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 may be made from 1's result, which the trainer has not given yet."""
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 0.2)
 
@@ -177,7 +176,7 @@ def test_what_waits_for_a_result_is_not_waited_for(folder: Path, monkeypatch: py
     go(scenario())
 
 
-def test_while_the_process_stands_still_nothing_has_waited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_while_the_process_stands_still_nothing_has_waited(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gaps, "GAP_LASTS_S", 3.0)
 
     async def scenario() -> None:

@@ -4,165 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from sqlalchemy import select, update
 from weft.wire.binary.sample_codec import decode_sample_response
 
-from billing.prices import load_prices
-from scheduler.dispatch.sample_desk import SampleDesk
-from scheduler.dispatch.trainer_desk import TrainerDesk
-from scheduler.journal.accepting.acceptance import Acceptance
-from scheduler.journal.journal import Journal
 from scheduler.journal.recovery import recover
 from scheduler.links.contract import LIVES
-from scheduler.links.messages import (
-    Done,
-    Failure,
-    Pass,
-    PassOver,
-    PullPass,
-    PullSamples,
-    RunSpec,
-    SampleWork,
-    Snapshot,
-    TrainOp,
-)
-from scheduler.links.sockets import ServerLink, WorkerLink
-from scheduler.order.operations import (
-    Draining,
-    NewOperation,
-    Operation,
-    Outcome,
-    QueueFull,
-    RunClosed,
-    SequenceReused,
-    Waiting,
-)
-from scheduler.order.plans import BODY_ONLY, Create, Plan, Sample, Save
+from scheduler.links.messages import Done, Failure, PullPass, PullSamples, SampleWork, Snapshot, TrainOp
+from scheduler.order.operations import Draining, QueueFull, SequenceReused, Waiting
 from store import tables
-from store.blobs.folder import FolderBlobs
-from store.blobs.room import Room
-from tests import rows
-from tests.migrated import database_in
-
-NOW = datetime.now(UTC)
-RUN = "s:train:0"
-#: Too large for a row, so it is stored as a file.
-RESULT = b"result" * 200
-ANSWERS = {"forward": RESULT, "forward_backward": RESULT, "optim_step": b"result"}
-
-
-class Service:
-    """A journal on a data folder, and the two desks."""
-
-    def __init__(self, folder: Path, max_queued: int = 100, room: Room | None = None) -> None:
-        self.database = database_in(folder)
-        self.blobs = FolderBlobs(folder / "blobs")
-        self.journal = Journal(self.database, self.blobs, load_prices(), max_queued, room=room)
-        self.trainer = TrainerDesk(self.journal.training, pass_tokens=100)
-        self.generator = SampleDesk(self.journal)
-
-    @asynccontextmanager
-    async def worker(self, desk: TrainerDesk | SampleDesk) -> AsyncIterator[WorkerLink]:
-        """Attach a worker; leaving the context is its death."""
-        ours, theirs = socket.socketpair()
-        link = WorkerLink(theirs.detach())
-        serving = asyncio.create_task(desk.serve(ServerLink(ours)))
-        try:
-            yield link
-        finally:
-            link._socket.close()
-            await serving
-
-    async def ask(self, link: WorkerLink, message: Any) -> Any:
-        link.send(message)
-        return await asyncio.to_thread(link.recv, 5.0)
-
-    async def answer(self, link: WorkerLink, pass_: Pass, seconds: float = 0.01) -> None:
-        for op in pass_.ops:
-            if op.final and not op.replay:
-                facts = {"tokens": 10, "size_bytes": 5}
-                link.send(Done(op.op_id, ANSWERS.get(op.kind, b""), facts))
-        link.send(PassOver(pass_.pass_id, 10, 1, seconds))
-
-    def rows(self, table: type[tables.Base]) -> list[Any]:
-        with self.database.read() as session:
-            return list(session.scalars(select(table)))
-
-
-def run_row(run: str = RUN, org: str = "org") -> tables.Run:
-    return rows.run_row(org, NOW, run)
-
-
-def create(run: str = RUN, org: str = "org") -> NewOperation:
-    spec = RunSpec(run, "m", 8, 32.0, 0, train_attn=True, train_mlp=True, train_unembed=True)
-    return NewOperation(org, "s", run, 0, "create", "m", 1, plan=Create(spec, "interactive"))
-
-
-def train(seq: int, kind: str = "forward_backward", body: bytes = b"body", plan: Plan = BODY_ONLY) -> NewOperation:
-    return NewOperation("org", "s", RUN, seq, kind, "m", 10, body, plan)
-
-
-def save(seq: int, name: str) -> NewOperation:
-    return NewOperation("org", "s", RUN, seq, "save_state", "m", 1, plan=Save("weights", name))
-
-
-def sample(seq: int) -> NewOperation:
-    return NewOperation("org", "s", "s:sample:0", seq, "sample", "m", 20, b"{}", Sample(2, 0, "interactive"))
-
-
-def organisation(service: Service) -> None:
-    def write(session: Any) -> None:
-        session.add(tables.Organisation(id="org", name="org", created_at=NOW))
-        session.flush()
-        session.add(rows.session_row("org", NOW))
-        session.flush()
-        session.add(
-            tables.Sampler(
-                id="s:sample:0", org_id="org", session_id="s", sampling_session_seq_id=0, base_model="m",
-                adapter_ref="weights/a", run_id=RUN, kind="snapshot", created_at=NOW,
-            )
-        )  # fmt: skip
-
-    service.database.write_now(write)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    service = Service(tmp_path)
-    organisation(service)
-    service.database.close()
-    return tmp_path
-
-
-def go(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 20))
-
-
-async def outcome(service: Service, request_id: str) -> Outcome:
-    found = await service.journal.outcome("org", request_id, 5)
-    assert isinstance(found, Outcome)
-    return found
-
-
-async def first_pass(service: Service, link: WorkerLink) -> Pass:
-    """Create the run and answer it."""
-    await service.journal.accept(create(), run_row())
-    pass_ = await service.ask(link, PullPass(["m"]))
-    await service.answer(link, pass_)
-    return pass_
-
-
-def ops(pass_: Pass) -> list[tuple[int, bool]]:
-    return [(op.seq, op.replay) for op in pass_.ops]
+from tests.scheduler.journal.kit import (
+    ANSWERS,
+    RESULT,
+    RUN,
+    Service,
+    create,
+    first_pass,
+    go,
+    ops,
+    outcome,
+    run_row,
+    sample,
+    save,
+    train,
+)
 
 
 def test_an_operation_is_executed_metered_and_answered_once(folder: Path) -> None:
@@ -454,113 +321,6 @@ def test_a_sample_that_waits_can_be_cancelled(folder: Path) -> None:
             work: SampleWork = await service.ask(link, PullSamples(["m"], 9))
             assert [op.op_id for op in work.ops] == [second]
         assert service.rows(tables.UsageEvent) == []
-
-    go(scenario())
-
-
-def test_a_run_whose_creation_failed_answers_everything_with_the_reason(folder: Path) -> None:
-    async def scenario() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            made = await service.journal.accept(create(), run_row())
-            queued = await service.journal.accept(train(1))
-            pass_ = await service.ask(link, PullPass(["m"]))
-            link.send(Done(made, failure=Failure("no such checkpoint", "user")))
-            assert "never created: no such checkpoint" in str((await outcome(service, queued)).error)
-            later = await service.journal.accept(train(2))
-            assert "never created" in str((await outcome(service, later)).error)
-            link.send(PassOver(pass_.pass_id, 0, 0, 0.0))
-            assert (await service.ask(link, PullPass(["m"]))).release == [RUN]  # its memory is another's, at once
-
-    go(scenario())
-
-
-def test_a_closed_run_finishes_what_it_has_and_is_forgotten(folder: Path) -> None:
-    async def scenario() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
-            queued, parked = await service.journal.accept(train(1)), await service.journal.accept(train(3))
-            service.journal.close_run(RUN)
-            with pytest.raises(RunClosed):
-                await service.journal.accept(train(2))
-            assert "before operation 2" in str((await outcome(service, parked)).error)
-            await service.answer(link, await service.ask(link, PullPass(["m"])))
-            assert (await outcome(service, queued)).error is None
-            assert (await service.ask(link, PullPass(["m"]))).release == [RUN]
-            await service.journal.flush()
-            assert service.rows(tables.Run)[0].state == "closed"
-            assert RUN not in service.journal.training.runs
-
-    go(scenario())
-
-
-def test_a_run_that_is_closed_while_an_operation_is_accepted_fails_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its client was told 500 and asked again: queued nowhere, it held money and was waited for for ever."""
-    take = Acceptance.take
-
-    async def scenario() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
-            await outcome(service, service.rows(tables.Operation)[0].id)
-
-            async def closing(self: Acceptance, *new: Any) -> Operation:
-                op = await take(self, *new)
-                service.journal.close_run(RUN)
-                return op
-
-            monkeypatch.setattr(Acceptance, "take", closing)
-            accepted = await service.journal.accept(train(1))
-            assert f"run {RUN} was closed before this operation" in str((await outcome(service, accepted)).error)
-            assert [row.state for row in service.rows(tables.Operation) if row.id == accepted] == ["failed"]
-            assert await service.journal.accept(train(1)) == accepted  # a repeat
-
-    go(scenario())
-
-
-def test_an_operation_of_a_run_that_is_closed_fails_at_the_next_start(folder: Path) -> None:
-    """A process that ends between the two leaves such an operation."""
-
-    async def before() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
-            await service.journal.accept(train(1))
-        service.database.write_now(lambda session: session.execute(update(tables.Run).values(state="closed")))
-
-    async def after() -> None:
-        service = Service(folder)
-        recover(service.journal, service.database)
-        [accepted] = [row.id for row in service.rows(tables.Operation) if row.seq == 1]
-        assert f"run {RUN} was closed before this operation" in str((await outcome(service, accepted)).error)
-        assert RUN not in service.journal.training.runs
-
-    go(before())
-    go(after())
-
-
-def test_a_repeat_to_a_run_that_is_closed_gets_its_first_id(folder: Path) -> None:
-    """Also when numbers of the run were asked for before it ended."""
-
-    async def scenario() -> None:
-        service = Service(folder)
-        async with service.worker(service.trainer) as link:
-            await first_pass(service, link)
-            first = await service.journal.accept(train(1))
-            assert await service.journal.taken(RUN, 1)
-            second = await service.journal.accept(train(2))
-            service.journal.close_run(RUN)
-            await service.answer(link, await service.ask(link, PullPass(["m"])))
-            assert (await outcome(service, second)).error is None
-            assert (await service.ask(link, PullPass(["m"]))).release == [RUN]
-            await service.journal.flush()
-            assert RUN not in service.journal.training.runs
-            for seq, request_id in ((1, first), (2, second)):
-                assert await service.journal.taken(RUN, seq)
-                assert await service.journal.accept(train(seq)) == request_id
 
     go(scenario())
 

@@ -7,7 +7,6 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,8 @@ from store import tables
 from store.blobs.folder import FolderBlobs
 from store.blobs.room import NoRoom, Room
 from store.database.db import Database
-from tests.scheduler.journal.test_journal import (
-    RESULT,
-    RUN,
-    Service,
-    create,
-    first_pass,
-    folder,  # noqa: F401
-    go,
-    ops,
-    outcome,
-    run_row,
-    save,
-    train,
-)
+from tests.scheduler.journal.kit import RESULT, RUN, Service, create, first_pass, go, ops, outcome, run_row, save, train
+from tests.waiting import until_async
 
 LARGE = ForwardBackward(tuple(Slice(n, n + 1, 10) for n in range(10)))
 
@@ -47,11 +34,6 @@ LARGE = ForwardBackward(tuple(Slice(n, n + 1, 10) for n in range(10)))
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "AGAIN_S", (0.02, 0.05))
     monkeypatch.setattr(setbacks, "RESUME_S", (0.02, 0.05))
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
 
 
 class Disk:
@@ -72,7 +54,7 @@ class Disk:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
 def test_a_result_that_cannot_be_stored_is_stored_later(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: int,
 ) -> None:
@@ -85,7 +67,7 @@ def test_a_result_that_cannot_be_stored_is_stored_later(
             pass_ = await service.ask(link, PullPass(["m"]))
             for op in pass_.ops:
                 link.send(Done(op.op_id, RESULT, {"tokens": 10}))
-            await until(lambda: disk.refused >= 6)
+            await until_async(lambda: disk.refused >= 6)
             waiting = await service.journal.outcome("org", one, 0.05)
             assert isinstance(waiting, Waiting)
             assert "it is tried again until it can be stored" in waiting.reason
@@ -100,7 +82,7 @@ def test_a_result_that_cannot_be_stored_is_stored_later(
 
 
 def test_a_body_that_cannot_be_stored_leaves_its_number_free(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
@@ -135,7 +117,7 @@ def test_a_disk_that_is_nearly_full_takes_no_new_work(tmp_path: Path, caplog: py
 
 
 def test_what_is_left_behind_when_the_database_fails_is_taken_up_by_the_repeat(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The commit succeeded, but nobody was told: the client asks again and gets its answer."""
@@ -164,7 +146,7 @@ def test_what_is_left_behind_when_the_database_fails_is_taken_up_by_the_repeat(
 
 
 def test_what_is_settled_out_of_order_is_replayed_in_order(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The result of 1 finds no room, that of 2 does; then everything dies."""
@@ -194,7 +176,7 @@ def test_what_is_settled_out_of_order_is_replayed_in_order(
     go(after())
 
 
-def test_a_trainer_lost_while_one_of_two_is_settled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_a_trainer_lost_while_one_of_two_is_settled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
@@ -227,7 +209,7 @@ def broken_words(found: Outcome) -> str:
     return found.error
 
 
-def test_a_run_that_cannot_be_rebuilt_says_so_and_what_is_left(folder: Path) -> None:  # noqa: F811
+def test_a_run_that_cannot_be_rebuilt_says_so_and_what_is_left(folder: Path) -> None:
     async def scenario() -> str:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
@@ -272,7 +254,7 @@ def test_a_run_that_cannot_be_rebuilt_says_so_and_what_is_left(folder: Path) -> 
 
 
 @pytest.mark.parametrize("what", ["body", "snapshot"])
-def test_what_is_missing_is_named_at_the_start(folder: Path, what: str) -> None:  # noqa: F811
+def test_what_is_missing_is_named_at_the_start(folder: Path, what: str) -> None:
     async def before() -> None:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
@@ -285,7 +267,7 @@ def test_what_is_missing_is_named_at_the_start(folder: Path, what: str) -> None:
                 with service.blobs.new_folder(f"runs/{RUN}/state-1") as made:
                     (made / "x").write_bytes(b"x")
                 link.send(Snapshot(RUN, 1, f"runs/{RUN}/state-1"))
-                await until(lambda: service.rows(tables.Run)[0].snapshot_seq is not None)
+                await until_async(lambda: service.rows(tables.Run)[0].snapshot_seq is not None)
         service.database.close()
         FolderBlobs(folder / "blobs").delete_tree(pass_.ops[0].body_ref if what == "body" else f"runs/{RUN}/state-1")
 
@@ -300,7 +282,7 @@ def test_what_is_missing_is_named_at_the_start(folder: Path, what: str) -> None:
     go(after())
 
 
-def test_a_disk_that_does_not_answer_holds_up_one_run_for_a_while(folder: Path) -> None:  # noqa: F811
+def test_a_disk_that_does_not_answer_holds_up_one_run_for_a_while(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
@@ -323,7 +305,7 @@ def test_a_disk_that_does_not_answer_holds_up_one_run_for_a_while(folder: Path) 
 
 
 def test_an_answer_on_its_way_is_not_computed_twice_on_a_run_that_is_held(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
@@ -353,7 +335,7 @@ async def next_pass(link: WorkerLink) -> Pass:
     return found
 
 
-def test_a_large_operation_is_not_given_up_while_it_gets_on(folder: Path) -> None:  # noqa: F811
+def test_a_large_operation_is_not_given_up_while_it_gets_on(folder: Path) -> None:
     """A trainer lives for two slices, ten times; what it has done is in a snapshot."""
 
     async def scenario() -> None:
@@ -385,7 +367,7 @@ def test_a_large_operation_is_not_given_up_while_it_gets_on(folder: Path) -> Non
     go(scenario())
 
 
-def test_an_operation_that_gets_no_further_is_given_up(folder: Path) -> None:  # noqa: F811
+def test_an_operation_that_gets_no_further_is_given_up(folder: Path) -> None:
     """The fifth slice kills every trainer."""
 
     async def scenario() -> None:
@@ -406,7 +388,7 @@ def test_an_operation_that_gets_no_further_is_given_up(folder: Path) -> None:  #
     go(scenario())
 
 
-def test_a_run_over_whose_replay_trainers_die_waits_and_others_go_on(folder: Path) -> None:  # noqa: F811
+def test_a_run_over_whose_replay_trainers_die_waits_and_others_go_on(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         other = "s:train:1"
@@ -440,7 +422,7 @@ def rows_of(run_id: str) -> tables.Run:
     return row
 
 
-def test_a_damaged_result_is_given_to_nobody(folder: Path) -> None:  # noqa: F811
+def test_a_damaged_result_is_given_to_nobody(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
@@ -459,7 +441,7 @@ def test_a_damaged_result_is_given_to_nobody(folder: Path) -> None:  # noqa: F81
 
 
 def test_stopping_does_not_wait_for_ever_for_a_full_disk(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:

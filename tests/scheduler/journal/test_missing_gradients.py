@@ -12,9 +12,8 @@ from weft.wire.checks.runs import step_not_taken
 from scheduler.journal.recovery import recover
 from scheduler.links.messages import Done, Failure, Pass, PullPass, TrainOp
 from scheduler.order.plans import Step
-from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, train
+from tests.scheduler.journal.kit import Service, first_pass, go, outcome, train
 
-__all__ = ["folder"]
 BAD = Failure("datum 3 is not finite", "user")
 TOLD = step_not_taken("forward_backward", BAD.message)
 UNTOLD = Step({}, heard_of=0)

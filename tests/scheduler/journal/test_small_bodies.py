@@ -14,23 +14,13 @@ from scheduler.links.messages import Done, PullPass, PullSamples, SampleWork
 from scheduler.order.operations import SequenceReused
 from scheduler.order.plans import Load, Plan, Save, Source
 from store import tables
-from tests.scheduler.journal.test_journal import (
-    RESULT,
-    Service,
-    first_pass,
-    folder,  # noqa: F401
-    go,
-    ops,
-    outcome,
-    sample,
-    train,
-)
+from tests.scheduler.journal.kit import RESULT, Service, first_pass, go, ops, outcome, sample, train
 
 #: Bytes that are not text.
 TOKENS = b"\x0a\x00\xff"
 
 
-def test_small_bodies_and_results_are_no_files(folder: Path) -> None:  # noqa: F811
+def test_small_bodies_and_results_are_no_files(folder: Path) -> None:
     """A step is stored in its row only, and is replayed and answered from there; so is a small sample, whose prompt is
     deleted when it ends."""
     step = train(1, "optim_step", b'{"learning_rate":1}')
@@ -74,7 +64,7 @@ def test_small_bodies_and_results_are_no_files(folder: Path) -> None:  # noqa: F
     go(both())
 
 
-def test_a_large_result_is_a_file(folder: Path) -> None:  # noqa: F811
+def test_a_large_result_is_a_file(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)
         async with service.worker(service.trainer) as link:
@@ -89,7 +79,7 @@ def test_a_large_result_is_a_file(folder: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["load_state", "save_state"])
-def test_what_no_worker_reads_is_kept_nowhere(folder: Path, kind: str) -> None:  # noqa: F811
+def test_what_no_worker_reads_is_kept_nowhere(folder: Path, kind: str) -> None:
     """A load may contain somebody's key."""
     plans: dict[str, Plan] = {
         "load_state": Load(Source("weights/a", "tinker://a/weights/a", with_optimizer=False)),
@@ -114,7 +104,7 @@ def test_what_no_worker_reads_is_kept_nowhere(folder: Path, kind: str) -> None: 
 
 
 def test_what_an_older_version_has_left_in_files_is_replayed_and_answered(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = [train(seq, "optim_step", b'{"learning_rate":%d}' % seq) for seq in (1, 2)]

@@ -14,7 +14,7 @@ from scheduler.order import presence
 from scheduler.order.operations import Gone, Waiting
 from scheduler.order.plans import Create, ForwardBackward, Slice
 from store import tables
-from tests.scheduler.journal.test_journal import Service, create, first_pass, go, organisation, run_row, sample, train
+from tests.scheduler.journal.kit import Service, create, first_pass, go, organisation, run_row, sample, train
 
 
 async def waiting(journal: Journal, request_id: str) -> Waiting:

@@ -26,7 +26,7 @@ from scheduler.simulator.workloads import Workload
 from store import tables
 from tests import rows
 from tests.scheduler.dispatch.link import Link
-from tests.scheduler.journal.test_journal import NOW, Service
+from tests.scheduler.journal.kit import NOW, Service
 
 TIMES = Cluster(
     replicas=1, gpus_per_replica=1, slots=1, ranks=1, pass_tokens=512, pass_s=0.05, slice_s=0.0061, light_s=0.0037,

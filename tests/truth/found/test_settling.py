@@ -15,19 +15,17 @@ from scheduler.links.messages import Done, PullPass
 from scheduler.order.plans import Save
 from store import tables
 from store.database.works import Batch
-from tests.scheduler.journal.test_journal import Service, first_pass, folder, go, outcome, save  # noqa: F401
+from tests.scheduler.journal.kit import Service, first_pass, go, organisation, outcome, save
 
 
-def test_saves_under_one_name_are_settled_in_their_order(
-    folder: Path,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_saves_under_one_name_are_settled_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The database refuses the first result for a moment. The second must not become lasting before it: the name would
     then stay with the older weights for good."""
     monkeypatch.setattr(storing, "AGAIN_S", (0.02, 0.05))
 
     async def scenario() -> None:
-        service = Service(folder)
+        service = Service(tmp_path)
+        organisation(service)
         async with service.worker(service.trainer) as link:
             await first_pass(service, link)
             saves = [save(seq, "same") for seq in (1, 2)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from weft.wire.binary.sample_codec import PolicySpan
 
+from tests.waiting import until
 from workers.generator.adapters import AdapterCache, AdapterUnusable, HeldAdapter
 from workers.generator.engine import Finished, GenerateRequest, SamplingParams
 from workers.generator.torch_engine import TorchEngine
@@ -43,10 +44,7 @@ class SlowDisk:
         self._turns.release(reads)
 
     def until_begun(self, reads: int) -> None:
-        deadline = time.monotonic() + 60
-        while len(self.begun) < reads:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda: len(self.begun) >= reads)
 
 
 @pytest.fixture

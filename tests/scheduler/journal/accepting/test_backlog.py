@@ -10,16 +10,7 @@ from msgspec.structs import replace
 from scheduler.journal.accepting.backlog import Backlog
 from scheduler.journal.recovery import recover
 from scheduler.order.operations import QueueFull
-from tests.scheduler.journal.test_journal import (
-    Service,
-    create,
-    folder,  # noqa: F401
-    go,
-    outcome,
-    run_row,
-    sample,
-    train,
-)
+from tests.scheduler.journal.kit import Service, create, go, outcome, run_row, sample, train
 
 
 def test_operations_are_limited_by_organisation() -> None:
@@ -94,7 +85,7 @@ def test_whoever_has_nothing_queued_is_forgotten() -> None:
     assert backlog.own() == {"b": (1, 4)}
 
 
-def test_what_is_queued_counts_as_before_after_a_restart(folder: Path) -> None:  # noqa: F811
+def test_what_is_queued_counts_as_before_after_a_restart(folder: Path) -> None:
     """Also the bytes; a body that was completed has more than its client sent."""
 
     async def scenario() -> None:

@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 from sqlalchemy.orm import Session
 
-from scheduler.journal.ending.outcomes import (
-    RECENT_BYTES_PER_ORG,
-    Answers,
-    _Recent,
-    payload_of,
-    result_ref,
-    text_of,
-)
+from scheduler.journal.ending.outcomes import RECENT_BYTES_PER_ORG, Answers, _Recent, payload_of, result_ref, text_of
 from scheduler.journal.rows import SMALL_BYTES
 from scheduler.links.messages import Done
 from scheduler.order.operations import Gone, Operation, Outcome
@@ -28,7 +21,7 @@ from store import tables
 from store.blobs.contract import Blobs
 from store.blobs.folder import FolderBlobs
 from store.database.db import Database, Transactions
-from tests.scheduler.journal.test_journal import Service, folder, go, sample  # noqa: F401
+from tests.scheduler.journal.kit import Service, go, sample
 
 
 def ended(id: str, org: str, size: int) -> Operation:
@@ -182,7 +175,7 @@ def test_of_all_the_oldest_of_who_has_most_go_until_a_sixteenth_is_free() -> Non
     assert [kept.get(f"much{n}") is None for n in range(3)] == [True, True, False]
 
 
-def test_what_does_not_fit_is_read_again(folder: Path) -> None:  # noqa: F811
+def test_what_does_not_fit_is_read_again(folder: Path) -> None:
     """Samples of 9 MB each, with top-k log-probabilities: of forty that nobody has fetched, three are in memory."""
     size = 9 << 20
 

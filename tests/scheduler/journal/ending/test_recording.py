@@ -16,16 +16,7 @@ from scheduler.journal import storing
 from scheduler.journal.ending.settlement import Settlement
 from scheduler.links.messages import Done, Failure, PullSamples
 from store import tables
-from tests.scheduler.journal.test_journal import (  # noqa: F401
-    Service,
-    create,
-    folder,
-    go,
-    outcome,
-    run_row,
-    sample,
-    train,
-)
+from tests.scheduler.journal.kit import Service, create, go, outcome, run_row, sample, train
 
 
 def drawn(op_id: str, *sequences: list[float], recorded: bool = True) -> Done:
@@ -39,7 +30,7 @@ def kept(service: Service) -> dict[str, list[float]]:
     return {ref: np.frombuffer(blobs.get(ref), "<f4").tolist() for ref in blobs.listed("stability/*/*")}
 
 
-def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:  # noqa: F811
+def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:
     """Weights may have moved between the draws of two generators. A sample without tokens has no file: it would be one
     that costs no money."""
 
@@ -62,7 +53,7 @@ def test_what_is_answered_is_kept_whatever_else_was_drawn(folder: Path) -> None:
 
 
 def test_a_store_that_takes_nothing_for_a_while_delays_the_answer(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:

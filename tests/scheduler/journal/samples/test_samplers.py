@@ -15,7 +15,7 @@ from scheduler.journal.samples.samplers import Samplers
 from store import tables
 from store.database.db import Database
 from tests.rows import session_row
-from tests.scheduler.journal.test_journal import organisation
+from tests.scheduler.journal.kit import organisation
 
 NOW = datetime.now(UTC)
 RUN = "s:train:0"

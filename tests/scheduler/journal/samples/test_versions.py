@@ -15,7 +15,7 @@ from scheduler.links.messages import PolicyMoved, RunSpec
 from scheduler.order.plans import BODY_ONLY, Create, Load, Plan, Save, Source
 from store import tables
 from store.database.db import Database
-from tests.scheduler.journal.test_journal import organisation
+from tests.scheduler.journal.kit import organisation
 
 NOW = datetime.now(UTC)
 

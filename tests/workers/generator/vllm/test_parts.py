@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from weft.wire.binary.sample_codec import PolicySpan
 
 from store.blobs.contract import StoreAway
+from tests.waiting import until
 from tests.workers.model.models import FAMILIES, SIZES
 from workers.generator.adapters import AdapterUnusable
 from workers.generator.engine import GenerateRequest, SamplingParams
@@ -274,19 +275,13 @@ def test_what_a_guard_ends_leaves_no_shared_memory(tmp_path: Path, first: str) -
         else:
             flag.unlink()
             process.wait(60)
-    deadline = time.monotonic() + 60
-    while any(file.exists() for file in shared):
-        assert time.monotonic() < deadline, shared
-        time.sleep(0.02)
+    until(lambda: not any(file.exists() for file in shared))
 
 
 def test_what_a_guard_began_ends_with_it() -> None:
     command = [sys.executable, guard.__file__, sys.executable, "-c", "import time; time.sleep(600)"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (found := psutil.Process(process.pid).children()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    found = until(lambda: psutil.Process(process.pid).children())
     process.kill()
     process.wait(60)
     _, alive = psutil.wait_procs(found, timeout=60)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tests.forked import Forked
+from tests.waiting import until
 from tests.workers.model.models import packed, reference
 from workers.model.attend import PackedAttend
 from workers.model.base import holder, shared
@@ -66,13 +67,6 @@ def holders(folder: Path) -> list[int]:
         if title == holder.TITLE and any(path.startswith(str(folder)) for path in held):
             found.append(int(process.name))
     return found
-
-
-def until(what: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.02)
 
 
 CLIENT = f"""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.forked import Forked
 from tests.search import TIMES, chance
 from tests.workers.model.models import reference
+from tests.workers.trainer.ranks.meeting import meeting, place
 
 ROOT = Path(__file__).parents[4]
 
@@ -147,22 +147,13 @@ def together(ranks: int, args: list[str], **variables: str) -> list[Any]:
 
 @contextmanager
 def started(ranks: int, args: list[str], program: str = "worlds", **variables: str) -> Iterator[list[Forked]]:
-    """Start the ranks. They meet at a store in this process: a port chosen for one of them could be taken by the time
-    that it listens."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
+    store = meeting()
     processes = [
         Forked(
             "-m",
             f"tests.workers.trainer.ranks.{program}",
             *args,
-            env={**os.environ, **common, **variables, "RANK": str(rank)},
+            env=os.environ | place(rank, ranks, store.port) | {"OMP_NUM_THREADS": "1"} | variables,
         )
         for rank in range(ranks)
     ]

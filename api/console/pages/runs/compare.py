@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from api.console.hyperparameters import hyperparameters
 from api.console.lists import Text
-from api.console.pages.runs import MOST_COMPARED, TELLING, RunLine, run_lines
+from api.console.pages.runs.listing import MOST_COMPARED, TELLING, RunLine, run_lines
 from api.console.render import console_router, page
 from api.console.security import ViewerDep
 from api.errors import Invalid

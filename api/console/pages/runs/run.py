@@ -15,7 +15,7 @@ from weft.money import usd
 from api.console.formats import usd_text
 from api.console.hyperparameters import hyperparameters
 from api.console.lists import names
-from api.console.pages.runs import run_lines, state_of
+from api.console.pages.runs.listing import run_lines, state_of
 from api.console.render import console_router, page, say
 from api.console.security import Viewer, ViewerDep
 from api.console.titles import checkpoint_title, run_titles, title_of

@@ -15,7 +15,7 @@ from weft.wire.account.money import SetBudgetRequest
 
 from api.console.alerts import alerts_of
 from api.console.lists import names
-from api.console.pages.limits import OF, limits_shown
+from api.console.pages.paying.limits import OF, limits_shown
 from api.console.render import console_router, long_page, say
 from api.console.security import ViewerDep
 from api.errors import Invalid, Malformed, explain
