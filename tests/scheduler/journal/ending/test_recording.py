@@ -83,7 +83,7 @@ def test_a_store_that_takes_nothing_for_a_while_delays_the_answer(
 
 
 def test_what_was_stored_although_the_answer_was_lost_is_told_as_done(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
@@ -110,7 +110,7 @@ def test_what_was_stored_although_the_answer_was_lost_is_told_as_done(
 
 
 def test_what_cannot_be_recorded_fails_and_costs_nothing(
-    folder: Path,  # noqa: F811
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A run that has computed it is not what its journal says any more."""
