@@ -1,7 +1,8 @@
 """`weftd`, the operator's command.
 
 What a script needs goes to stdout and nothing else does: `serve` prints one line, `ready http://H:P`, and `key create`
-prints one key. Everything else, logs and errors, goes to stderr. A mistake of the operator is one line and exit code 2.
+prints one key. Everything else, logs and errors, goes to stderr. A mistake of the operator is one line and exit code 2;
+what is no mistake, and may go well when it is tried again, has another code.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def serve(
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:
-        refuse(str(error), 1 if isinstance(error, server.Away) else 2)
+        refuse(error)
     sys.exit(code)
 
 

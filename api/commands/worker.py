@@ -42,7 +42,7 @@ def worker(place: Place, role: str, redis: str | None) -> None:
         models = {name: card.path for name, card in cards.items()}
         program = lone_worker(settings, models, role)
     except (CannotServe, SettingsError, tracing.TracingError, DoesNotFit) as error:
-        refuse(str(error))
+        refuse(error)
     for table in tables:
         log.info("the plan of memory (docs/operating.md):\n%s", table)
     ours, theirs = socket.socketpair()

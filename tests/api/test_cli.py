@@ -163,6 +163,27 @@ def test_a_database_that_does_not_answer_is_no_mistake_in_the_settings(
     assert type(refused.value) is error
 
 
+@pytest.mark.parametrize("name", ["migrate", "jobs worker", "jobs beat", "key create --org x", "backup to"])
+def test_every_command_says_that_its_database_may_be_there_later(tmp_path: Path, name: str) -> None:
+    config = tmp_path / "weft.toml"
+    config.write_text(f'database_url = "postgresql+psycopg://w:w@127.0.0.1:{free_port()}/weft"\ndata_dir = "data"\n')
+    found = CliRunner().invoke(command, [*name.split(), "--config", str(config)])
+    assert (found.exit_code, found.output.count("\n")) == (1, 1), found.output
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(errno.ENOSPC, Away), (errno.ESTALE, Away), (errno.EACCES, CannotServe), (errno.EROFS, CannotServe)],
+)
+def test_a_folder_without_room_is_no_mistake_in_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, error: type[CannotServe]
+) -> None:
+    monkeypatch.setattr(os, "open", Mock(side_effect=OSError(number, "no")))
+    with pytest.raises(CannotServe) as refused, only_one(tmp_path):
+        pass
+    assert type(refused.value) is error
+
+
 @pytest.mark.parametrize(("error", "code"), [(Away, 1), (CannotServe, 2)])
 def test_what_may_be_there_later_has_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[CannotServe], code: int
@@ -496,7 +517,7 @@ def test_its_version_is_its_client_s() -> None:
 def test_workers_that_never_come_up_end_the_server(tmp_path: Path) -> None:
     process = weftd("serve", "--data-dir", str(tmp_path), "--port", "0", mode="worker")
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
+    assert (process.returncode, out) == (1, "")
     assert re.search(r"weftd: the (trainer|generator) did not come up in \d starts: it exited with code 9\n$", err)
 
 
