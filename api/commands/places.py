@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -125,5 +125,6 @@ def blobs_to_change(settings: Settings, database: Database) -> Blobs:
 def refuse(why: str | Exception, code: int = 2) -> NoReturn:
     """End the command with one line for the operator, and the exit code, which an error may have itself: 2 is for
     their mistakes, 1 for what may go well later."""
-    click.echo(f"weftd: {why}", err=True)
+    with suppress(OSError):
+        click.echo(f"weftd: {why}", err=True)
     sys.exit(getattr(why, "exit_code", code))

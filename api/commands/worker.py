@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 
 import click
 
@@ -49,7 +48,6 @@ def worker(place: Place, role: str, redis: str | None) -> None:
     ours.sendall(program.first_word)  # it waits in the link for the program that replaces this process
     os.set_inheritable(theirs.fileno(), True)
     os.environ.update(program.environment)
-    sys.stdout.flush()
     os.execv(program.command[0], [*program.command, "--link-fd", str(theirs.fileno())])
 
 
