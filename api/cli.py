@@ -1,7 +1,8 @@
 """`weftd`, the operator's command.
 
 What a script needs goes to stdout and nothing else does: `serve` prints one line, `ready http://H:P`, and `key create`
-prints one key. Everything else, logs and errors, goes to stderr. A mistake of the operator is one line and exit code 2.
+prints one key. Everything else, logs and errors, goes to stderr. A mistake of the operator is one line and exit code 2;
+what is no mistake, and may go well when it is tried again, has another code.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import errno
 import importlib
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import click
 from weft.version import __version__
 
 from api.commands.places import Place, refuse, say_as, settings_of, where
+from workers.leave import let_go
 
 #: By command: the module, and the text in `weftd --help`. Only the module of the command that runs is imported: a
 #: server that restarts needs no other, and `--help` needs none.
@@ -112,12 +113,13 @@ def serve(
     try:
         code = server.serve(settings)
     except (server.CannotServe, PriceError) as error:
-        refuse(str(error), 1 if isinstance(error, server.Away) else 2)
+        refuse(error)
     sys.exit(code)
 
 
 def main() -> None:
     """The entry point. click's own errors, too, are one line and not a page of usage."""
+    _open_what_is_closed()
     try:
         weftd.main(prog_name="weftd", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -132,10 +134,18 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        # What stdout still holds: Python would write it once more at its end, and exit with 120.
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
+    finally:
+        let_go()
+
+
+def _open_what_is_closed() -> None:
+    """Have /dev/null for a closed stdin, stdout or stderr: workers need them, and other files would get their
+    numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
 
 
 if __name__ == "__main__":

@@ -39,9 +39,13 @@ _OF_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SC
 class SettingsError(ValueError):
     """The settings cannot be used; the message is one line for the operator."""
 
+    exit_code = 2
+
 
 class Unreachable(SettingsError):
     """What the settings name does not answer; it may do so later."""
+
+    exit_code = 1
 
 
 def from_environment(settings: Collection[str]) -> dict[str, Any]:

@@ -60,11 +60,11 @@ def run(place: Place, name: str) -> None:
     try:
         result = run_now(context, JOBS[name])
     except Exception as error:
-        refuse(f"{name} failed: {type(error).__name__}: {error}")
+        refuse(f"{name} failed: {type(error).__name__}: {error}", 1)
     finally:
         context.database.close()
     if result is None:
-        refuse(f"{name} is running elsewhere")
+        refuse(f"{name} is running elsewhere", 1)
     click.echo(json.dumps(result))
 
 
@@ -95,10 +95,10 @@ def _celery(settings: Settings) -> Any:
     try:
         return celery_app(settings)
     except SettingsError as error:
-        refuse(str(error))
+        refuse(error)
 
 
-def _problem(settings: Settings) -> str | None:
+def _problem(settings: Settings) -> SettingsError | OSError | None:
     """Why jobs cannot run here. Checked in a process of its own: the object store's client has threads, and a process
     forked from one that has used it would wait for them for ever; Celery's workers are forks."""
     from scheduler.jobs.context import open_context
@@ -106,7 +106,7 @@ def _problem(settings: Settings) -> str | None:
     try:
         open_context(settings).database.close()
     except (SettingsError, OSError) as error:
-        return str(error)
+        return error
     return None
 
 
@@ -116,7 +116,7 @@ def _context(settings: Settings) -> JobContext:
     try:
         return open_context(settings)
     except (SettingsError, OSError) as error:
-        refuse(str(error))
+        refuse(error)
 
 
 def _migrated(place: Place) -> Settings:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -63,7 +63,7 @@ def settings_of(place: Place, **overrides: Any) -> Settings:
     try:
         return load_settings(place.config, data_dir=place.data_dir, **overrides)
     except SettingsError as error:
-        refuse(str(error))
+        refuse(error)
 
 
 def say_as(settings: Settings, program: str) -> None:
@@ -92,13 +92,14 @@ def database_of(place: Place, may_be_new: bool = False) -> Iterator[Database]:
     try:
         database = open_database(settings)
     except CannotServe as error:
-        refuse(str(error))
+        refuse(error)
     try:
         yield database
     except PeopleError as error:
-        refuse(str(error))
+        refuse(error)
     except OperationalError as error:  # a disk or server that accepts nothing, or nothing from this user
-        refuse(f"the database of {settings.data_dir} does not do it: {logs.in_a_line(error)}")
+        says = f"the database of {settings.data_dir} does not do it: {logs.in_a_line(error)}"
+        refuse(says, 1 if settings.database_url else 2)
     except Unsure as error:
         refuse(
             f"the database of {settings.data_dir} was lost while it did it, and may or may not have done it: look "
@@ -118,10 +119,12 @@ def blobs_to_change(settings: Settings, database: Database) -> Blobs:
         claim_prefix(settings, database)
         return blobs_of(settings)
     except (SettingsError, OSError) as error:
-        refuse(str(error))
+        refuse(error)
 
 
-def refuse(message: str, code: int = 2) -> NoReturn:
-    """End the command with one line for the operator, and the exit code; 2 is for their mistakes."""
-    click.echo(f"weftd: {message}", err=True)
-    sys.exit(code)
+def refuse(why: str | Exception, code: int = 2) -> NoReturn:
+    """End the command with one line for the operator, and the exit code, which an error may have itself: 2 is for
+    their mistakes, 1 for what may go well later."""
+    with suppress(OSError):
+        click.echo(f"weftd: {why}", err=True)
+    sys.exit(getattr(why, "exit_code", code))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 
 import click
 
@@ -42,14 +41,13 @@ def worker(place: Place, role: str, redis: str | None) -> None:
         models = {name: card.path for name, card in cards.items()}
         program = lone_worker(settings, models, role)
     except (CannotServe, SettingsError, tracing.TracingError, DoesNotFit) as error:
-        refuse(str(error))
+        refuse(error)
     for table in tables:
         log.info("the plan of memory (docs/operating.md):\n%s", table)
     ours, theirs = socket.socketpair()
     ours.sendall(program.first_word)  # it waits in the link for the program that replaces this process
     os.set_inheritable(theirs.fileno(), True)
     os.environ.update(program.environment)
-    sys.stdout.flush()
     os.execv(program.command[0], [*program.command, "--link-fd", str(theirs.fileno())])
 
 

@@ -82,7 +82,9 @@ def install(app: FastAPI, astray: Callable[[Request, str], Response | None]) -> 
     async def store_error(_request: Request, error: Exception) -> Response:
         refusal = away(error)
         await asyncio.sleep(HELD_S)
-        return anywhere(refusal)
+        response = anywhere(refusal)
+        response.headers["connection"] = "close"  # perhaps this replica alone has lost its way there: ask any
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def bad_parameters(_request: Request, error: RequestValidationError) -> Response:

@@ -28,6 +28,7 @@ from api.server.workers.worker_process import WorkerProgram
 from api.server.workers.worker_programs import embedded_workers, new_nursery
 from billing.prices import PriceList, load_prices
 from store import logs, tracing
+from store.blobs.contract import StoreAway
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import Settings, SettingsError, Unreachable
 from workers.model.card import ModelCard, read_card
@@ -52,9 +53,17 @@ SWITCH_S = 0.0005
 class CannotServe(RuntimeError):
     """The server cannot start."""
 
+    exit_code = 2
+
 
 class Away(CannotServe):
-    """It cannot start now: what it needs does not answer, and may do so later."""
+    """It cannot start now: what it needs is away, in use or full, and may not be later."""
+
+    exit_code = 1
+
+
+#: Errors of folders that may pass: no room, or a disk that does not answer.
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 
 
 @contextmanager
@@ -63,7 +72,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise (Away if isinstance(error, Unreachable) else CannotServe)(str(error)) from None
+        raise (Away if isinstance(error, Unreachable | StoreAway) else CannotServe)(str(error)) from None
 
 
 @refusing(SettingsError, tracing.TracingError, DoesNotFit)
@@ -143,7 +152,7 @@ def _serve(
         server = Server(app, _url(settings.host, sock), BACKLOG, settings.front)
         code = server.run_until_signal(sock)
         if server.failure is not None:
-            raise CannotServe(str(server.failure))
+            raise Away(str(server.failure))  # killed for want of memory, perhaps
         return code
     finally:
         database.close()
@@ -191,7 +200,8 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
 
 def _unusable_folder(data_dir: Path, error: OSError) -> CannotServe:
     remedy = "name a folder that weftd may make and write to, on a disk with room"
-    return CannotServe(f"cannot use the data folder {data_dir}: {error.strerror}: {remedy}")
+    kind = Away if error.errno in _PASSING else CannotServe
+    return kind(f"cannot use the data folder {data_dir}: {error.strerror}: {remedy}")
 
 
 def _unusable(settings: Settings, error: Exception) -> CannotServe:
@@ -204,12 +214,13 @@ def _unusable(settings: Settings, error: Exception) -> CannotServe:
         server = not settings.database_url.startswith("sqlite")
         kind = Away if server and isinstance(error, OperationalError) else CannotServe
         return kind(f"cannot use the database that database_url (WEFT_DATABASE_URL) names: {reason}")
+    kind = CannotServe
     with suppress(OSError):
         if shutil.disk_usage(settings.data_dir).free < 1 << 20:  # with a full disk SQLite may only say "disk I/O error"
-            reason += "; the disk of this folder is full: make room"
+            kind, reason = Away, reason + "; the disk of this folder is full: make room"
     if "not a database" in reason or "malformed" in reason:
         reason += '; put the right weft.db back, or restore a backup into a new folder (docs/operating.md, "Damage")'
-    return CannotServe(f"cannot use the database of {settings.data_dir}: {reason}")
+    return kind(f"cannot use the database of {settings.data_dir}: {reason}")
 
 
 def open_database(settings: Settings) -> Database:
@@ -218,7 +229,7 @@ def open_database(settings: Settings) -> Database:
 
     from sqlalchemy.exc import SQLAlchemyError
 
-    from migrations.upgrade import CannotMigrate, migrate
+    from migrations.upgrade import CannotMigrate, InUse, migrate
     from store.backup.databases import is_empty
     from store.backup.files import RESTORING
     from store.database.commit_mark import LostCommits
@@ -237,7 +248,7 @@ def open_database(settings: Settings) -> Database:
     except (LostCommits, CannotMigrate) as error:
         if database is not None:
             database.close()
-        raise CannotServe(str(error)) from None
+        raise (Away if isinstance(error, InUse) else CannotServe)(str(error)) from None
     except (OSError, SQLAlchemyError, sqlite3.Error, ImportError) as error:
         if database is not None:
             database.close()

@@ -43,6 +43,8 @@ class Damaged(OSError):
 class StoreAway(OSError):
     """The object store does not answer, or fails; trying again may help. The message is for people."""
 
+    exit_code = 1
+
 
 def is_lasting(error: BaseException) -> bool:
     """True if trying again cannot help. False for errors that may be temporary: the disk is full, over a quota, not

@@ -266,6 +266,9 @@ def make_few_trips(engine: Engine) -> None:
     def begin(connection: Connection) -> None:
         _outbox(connection).put("BEGIN")
 
+    # First before SQLAlchemy begins with a statement: from there a check that fails passes through; later, it would end
+    # the connection, and with it every other work of the transaction. Statements as text have only the second.
+    @event.listens_for(engine, "before_execute")
     @event.listens_for(engine, "before_cursor_execute")
     def execute(connection: Connection, *_: Any) -> None:
         _outbox(connection).send_before(connection)

@@ -60,7 +60,7 @@ def test_tables_that_another_server_has_stay_as_they_are(
 ) -> None:
     with another_server(tmp_path) as process:
         said = run(tmp_path, *arguments)
-        assert said.exit_code == 2
+        assert said.exit_code == 1  # it may go well later
         assert f"is of revision {OLDER}, and weftd of another version (process {process}) is at work" in said.output
         with pytest.raises(CannotServe, match="another version"):
             open_database(Settings(data_dir=tmp_path))

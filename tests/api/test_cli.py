@@ -117,11 +117,39 @@ def test_a_folder_without_a_model_is_named_once(tmp_path: Path) -> None:
     assert (done.exit_code, done.output.count(str(tmp_path))) == (2, 1)
 
 
-def test_an_output_that_finds_no_room_has_its_exit_code_at_the_end_of_the_process() -> None:
+@pytest.mark.parametrize(("argument", "output"), [("--version", "stdout"), ("--no-such", "stderr")])
+def test_an_output_that_finds_no_room_has_its_exit_code_at_the_end_of_the_process(argument: str, output: str) -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with open("/dev/full", "w") as full:
-        command = [sys.executable, "-m", "api.cli", "--version"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        command = [sys.executable, "-m", "api.cli", argument]
+        done = subprocess.run(command, **(pipes | {output: full}), text=True, check=False)  # type: ignore[call-overload]
+    assert (done.returncode, (done.stderr or "\n").count("\n")) == (2, 1)
+
+
+@pytest.mark.parametrize("output", ["stdout", "stderr"])
+def test_a_process_ends_with_its_own_code_whatever_its_outputs_could_not_take(output: str) -> None:
+    said = f"import sys\nfrom workers.leave import leave, let_go\nsys.{output}.write('lost')\n"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        for end in ("let_go()", "leave(0)"):
+            command = [sys.executable, "-c", said + end]
+            assert subprocess.call(command, cwd=ROOT, env=environment, **{output: full}) == 0  # type: ignore[arg-type]
+
+
+CHILD_OF_MAIN = """
+import os, subprocess, sys
+from api.cli import main
+sys.argv = ["weftd", "--version"]
+main()
+null = os.stat(os.devnull)
+sys.exit(subprocess.call([sys.executable, "-c", "import sys; sys.exit(None in (sys.stdin, sys.stdout, sys.stderr))"])
+    or not all(os.path.samestat(os.fstat(number), null) for number in range(3)))
+"""
+
+
+def test_workers_of_a_server_without_outputs_have_outputs() -> None:
+    closed = ["sh", "-c", '"$0" -c "$1" <&- >&- 2>&-', sys.executable, CHILD_OF_MAIN]
+    assert subprocess.call(closed, cwd=ROOT) == 0
 
 
 def test_its_version_is_its_client_s() -> None:

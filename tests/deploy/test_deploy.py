@@ -89,6 +89,8 @@ def test_grace_periods_are_longer_than_the_drain() -> None:
     settings = load_settings(DEPLOY / "weft.toml")
     grace_s = int(COMPOSE["services"]["api-1"]["stop_grace_period"].removesuffix("s"))
     assert grace_s > settings.drain_s
+    (jobs,) = (pod["terminationGracePeriodSeconds"] for pod in pods() if "beat" in str(pod))
+    assert COMPOSE["services"]["jobs-worker"]["stop_grace_period"] == f"{jobs}s"
     assert all(pod["terminationGracePeriodSeconds"] > settings.drain_s for pod in pods() if "api" in str(pod)[:900])
 
 

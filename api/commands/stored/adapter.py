@@ -53,7 +53,7 @@ def import_(place: Place, org: str, model: str | None, name: str, folder: Path) 
     except KeyError:
         refuse(f"no model {model!r} in the settings; they have {', '.join(sorted(cards))}")
     except (CannotServe, CannotImport) as error:
-        refuse(str(error))
+        refuse(error)
     except ApiError as error:
         refuse(error.detail)
     ref = f"weights/{uuid.uuid4().hex}"

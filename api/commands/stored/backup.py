@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from weft.version import __version__
 
@@ -252,11 +252,11 @@ def _told(work: Callable[[], T], place: Path) -> T:
     try:
         return work()
     except (BadBackup, CannotServe, LostCommits, SettingsError, CannotMigrate) as error:
-        refuse(str(error))
+        refuse(error)
     except OSError as error:
         if not error.errno:  # an error of the object store, whose text says what to do
-            refuse(str(error))
+            refuse(error)
         what = f"{error.filename or place}: {error.strerror}"
         refuse(f"{what}: name a folder that weftd may read and write, on a disk with room")
     except SQLAlchemyError as error:
-        refuse(in_a_line(error))
+        refuse(in_a_line(error), 1 if isinstance(error, OperationalError) else 2)

@@ -40,7 +40,7 @@ def repair(place: Place) -> None:
             for run_id in why:
                 click.echo(run_id)
     except CannotServe as error:
-        refuse(str(error))
+        refuse(error)
 
 
 def _end(session: Session, why: dict[str, str]) -> None:

@@ -111,13 +111,20 @@ def test_a_batch_that_asks_nothing_is_refused_before_its_commit_and_its_neighbou
     assert names(any_database) == {"0", "2"}
 
 
-def test_a_refusal_harms_nobody_who_writes_at_the_same_moment(any_database: Database) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["at the end", "with a statement"])
+def test_a_refusal_harms_nobody_who_writes_at_the_same_moment(any_database: Database, at_once: bool) -> None:
+    """A refusal among SQLAlchemy's own work on a statement took the connection, and all who wrote, with it."""
     lead(any_database, "a")
     good, bad = Fenced(any_database, "a"), Fenced(any_database, "b")
 
+    def noted(session: Session, name: str) -> None:
+        session.add(note(name))
+        if at_once:
+            session.execute(select(1))
+
     async def scenario() -> list[object]:
         writes = [
-            fenced.write(lambda session, name=f"{place}{number}": session.add(note(name)))
+            fenced.write(lambda session, name=f"{place}{number}": noted(session, name))
             for number in range(10)
             for place, fenced in (("good", good), ("bad", bad))
         ]
