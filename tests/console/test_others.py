@@ -42,7 +42,7 @@ PAGES: dict[str, Callable[[Ids], str]] = {
     "/compare": lambda ids: f"/compare?run={ids['run_id']}",
     "/compare/curves": lambda ids: f"/compare/curves?run={ids['run_id']}",
 }
-NO_PAGES = {"/login/{token}", "/join/{secret}", "/static/{name:path}", "/{path:path}"}
+NO_PAGES = {"/login/{token}", "/join/{secret}", "/static/{name:path}"}
 
 
 def paths(console: Console, method: str) -> set[str]:

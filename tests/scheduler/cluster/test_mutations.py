@@ -37,6 +37,10 @@ FAULTS = {
     "lost work stays charged": ("correct(facts[1], -number(facts[2]))", ""),
     "items are never given up": (">= LIVES then", ">= 1000 then"),
     "slots are not counted": ("left = left - size", "left = left - 1"),
+    "newcomers of whom something is in hand": ("flow_of(next_path(model))) == 1", "flow_of(next_path(model))) == 2"),
+    "a flow is in hand for ever": ("flow_of(path), -1) < 1", "flow_of(path), -1) < -9"),
+    "newcomers though another has room": ("if other ~= worker and room > 0 and serves", "if false and serves"),
+    "more newcomers than are yielded to": ("yields = yields - size", ""),
     "what is removed stays": ('  withdraw(id)\n  redis.call("DEL", item, key("d", id))\n  return 1', "  return 1"),
 }  # fmt: skip
 
@@ -46,7 +50,7 @@ WITH_ROOM = {
     "left to others for ever": ("or number(till) < number(now)", ""),
     "left to others for no time": ("or number(till) < number(now)", "or true"),
     "left to a much fuller one": ("room > 0 and full < least and", "room > 0 and"),
-    "left to one that serves other models": (" and serves(other, model)", ""),
+    "left to one that serves other models": ("holds(other, adapter) and serves(other, model)", "holds(other, adapter)"),
     "left though it is held here": ('adapter ~= "" and not holds(worker, adapter)', 'adapter ~= ""'),
     "what is left takes no room": ('redis.call("HINCRBY", P .. "room"', 'redis.call("HINCRBY", P .. "r"'),
 }  # fmt: skip

@@ -35,12 +35,14 @@ _push_alike = st.tuples(
     st.just("push"), paths, st.just(10), st.just(1), st.integers(1, 2), st.sampled_from(["a1", "a2", "a3"])
 )
 mosts = st.sampled_from([None, None, None, 0, 1, 2])
+yields = st.sampled_from([0, 2])
 calls_with_room = st.lists(
     st.one_of(
         _push_alike,
         _push_alike,
         st.tuples(
-            st.just("lease"), st.sampled_from("AB"), st.integers(1, 12), st.sampled_from([True, True, False]), mosts
+            *(st.just("lease"), st.sampled_from("AB"), st.integers(1, 12)),
+            *(st.sampled_from([True, True, False]), mosts, yields),
         ),
         st.tuples(st.just("lease"), st.sampled_from("AB"), st.just(12), st.just(True), st.none()),
         st.tuples(st.just("answer"), st.integers(0, 50)),
@@ -56,7 +58,7 @@ calls = st.lists(
         pushes,
         pushes,
         pushes,
-        st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(0, 4), st.booleans(), mosts),
+        st.tuples(st.just("lease"), st.sampled_from("ABC"), st.integers(0, 4), st.booleans(), mosts, yields),
         st.tuples(st.just("answer"), st.integers(0, 50)),
         st.tuples(st.just("decline"), st.integers(0, 50)),
         st.tuples(st.just("lose"), st.integers(0, 50)),
@@ -96,8 +98,8 @@ def played(queue: FairQueue, clock: Clock, script: list[tuple]) -> list[object]:
                 item = Item(f"i{number}", path, cost, slots=slots, weight=weight, adapter=adapter)
                 told.append(queue.push(item))
             case "lease":
-                worker, slots, both, most = arguments
-                found = queue.lease(worker, ["m1", "m2"] if both else ["m2"], slots, 5, most)
+                worker, slots, both, most, *more = arguments
+                found = queue.lease(worker, ["m1", "m2"] if both else ["m2"], slots, 5, most, *more)
                 leases += [(lease.id, lease.epoch) for lease in found]
                 told.append([(lease.id, lease.path) for lease in found])
             case "answer" if leases:

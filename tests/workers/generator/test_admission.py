@@ -203,6 +203,17 @@ def test_a_higher_priority_is_first(decoder: Decoder, shape: AdapterShape, small
     assert watched.read == ["a0", "a9", "a1", "a2"]
 
 
+def test_a_higher_priority_is_no_reason_to_keep_another_tenant_waiting(
+    decoder: Decoder, shape: AdapterShape, small: dict[str, Path]
+) -> None:
+    watched = Watched(decoder, shape, 1)
+    for i in range(4):
+        watched.engine.add(of(f"a{i}", small[f"a{i}"], priority=1))
+    watched.engine.add(of("b0", small["b0"]))
+    run(watched.engine)
+    assert watched.read == ["a0", "b0", "a1", "a2", "a3"]
+
+
 def test_newer_weights_of_one_in_use_wait_for_nobody(
     decoder: Decoder, shape: AdapterShape, small: dict[str, Path]
 ) -> None:

@@ -96,6 +96,20 @@ def test_free_slots_count_what_waits(make_engine: MakeEngine) -> None:
     assert not engine.busy
 
 
+def test_a_tenant_without_slots_does_not_wait_for_one_that_holds_all(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4)
+    long = SamplingParams(max_tokens=80, seed=1, stop_at_eos=False)
+    engine.add(ask("flood", 6, long, num_samples=4, tenant="a"))
+    engine.step()
+    assert engine.free_slots == 0
+    assert engine.yields > 0
+    engine.add(ask("new", 6, replace(long, max_tokens=2), tenant="b"))
+    ended = list[str]()
+    while engine.busy:
+        ended += [finished.id for finished in engine.step()]
+    assert ended == ["new", "flood"]
+
+
 def test_a_long_queue_of_prompts_does_not_stop_decoding(make_engine: MakeEngine) -> None:
     engine = make_engine(slots=8, prefill_tokens=20)
     engine.add(ask("first", 3, SamplingParams(max_tokens=90, stop_at_eos=False)))

@@ -310,3 +310,11 @@ def test_nobody_is_set_aside_for_one_that_does_not_fit_even_then(
         engine.step()
     assert engine.stats().preempted == 0
     assert engine.stats().running == 3
+
+
+def test_prompts_are_computed_in_order_of_arrival_and_by_priority_within_a_tenant(decoder: Decoder) -> None:
+    engine = make(decoder, slots=8, prefill_tokens=32)
+    for name, priority in (("a1", 0), ("b1", 0), ("a2", 1), ("b2", 2), ("a3", 1)):
+        engine.add(ask(name, 32, replace(LONG, max_tokens=1), tenant=name[0], priority=priority))
+    ended = [finished.id for _ in range(9) for finished in engine.step()]
+    assert ended == ["a2", "b2", "a3", "b1", "a1"]

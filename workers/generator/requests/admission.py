@@ -1,9 +1,9 @@
 """Decides which adapters may be in memory if not all that requests need fit.
 
 An adapter is admitted if it fits beside those admitted before, or if none is, and stays admitted until no present
-request needs it. Waiting adapters are admitted by priority, then one of each tenant in turn (start-time fair queueing,
-an adapter a turn), and strictly in that order. So a stream of small adapters does not keep a large one waiting, nor
-does a tenant with many adapters keep out a tenant with one.
+request needs it. Waiting adapters are admitted one of each tenant in turn (start-time fair queueing, an adapter a turn;
+a tenant's turns go to its highest priorities), and strictly in that order. So a stream of small adapters does not keep
+a large one waiting, nor does a tenant with many adapters keep out a tenant with one.
 
 For the first adapter that waits, as many others as it needs are emptied: requests that came before it still start with
 them, later ones wait until they are admitted again. Emptied first are adapters of the tenant that has most of the
@@ -12,7 +12,8 @@ memory, the oldest first. Requests that have started run to their end, and reque
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
 from workers.generator.adapters import AdapterCache, HeldAdapter
@@ -48,7 +49,7 @@ class Admission:
         self._fresh = (self._fresh & self._admitted.keys()) - started
         first, emptied = self._admit(wanted, started)
         for progress, held in waiting:
-            behind = first is not None and held in emptied and first.place < progress.place
+            behind = first is not None and held in emptied and first.before(progress)
             progress.held_up = held not in self._admitted or behind
             if not (progress.awaits or held.weights):  # it was in memory, and had to make room
                 progress.awaits = held.asked
@@ -67,7 +68,7 @@ class Admission:
             empty = [
                 other
                 for other in emptied
-                if other not in started and not (other in wanted and wanted[other].place < progress.place)
+                if other not in started and not (other in wanted and wanted[other].before(progress))
             ]
             if not empty:
                 return progress, emptied
@@ -78,15 +79,19 @@ class Admission:
     def _line(self, wanted: Mapping[HeldAdapter, RequestProgress]) -> list[tuple[HeldAdapter, RequestProgress]]:
         """Waiting adapters with their first requests, in the order of admission."""
         line = [(held, progress) for held, progress in wanted.items() if held not in self._admitted]
-        turns: dict[HeldAdapter, int] = {}
+        turns = defaultdict[str, list[int]](list)  # by tenant, in order
         for held, progress in sorted(line, key=lambda each: each[1].number):
             tenant = progress.request.tenant
             if held in self._turns:
-                turns[held] = self._turns[held]
+                insort(turns[tenant], self._turns[held])
             else:
-                turns[held] = self._last[tenant] = max(self._turn, self._last.get(tenant, 0) + 1)
-        self._turns = turns
-        return sorted(line, key=lambda each: (-each[1].request.priority, turns[each[0]], each[1].number))
+                self._last[tenant] = max(self._turn, self._last.get(tenant, 0) + 1)
+                turns[tenant].append(self._last[tenant])
+        self._turns = {
+            held: turns[progress.request.tenant].pop(0)
+            for held, progress in sorted(line, key=lambda each: each[1].place)
+        }
+        return sorted(line, key=lambda each: (self._turns[each[0]], each[1].number))
 
     def _fill(self, line: list[tuple[HeldAdapter, RequestProgress]]) -> tuple[HeldAdapter, RequestProgress] | None:
         """Admit adapters in this order while they fit; returns the first that does not. After one of unknown size, only

@@ -1,15 +1,14 @@
 """Requests whose prompts are not computed yet, and which of them the next prefill takes.
 
 A prefill takes at most a budget of prompt tokens, so that running sequences never wait long for their next token; a
-longer prompt is computed in pieces of whole blocks, over several steps. Requests start by priority and then in order of
-arrival, with three exceptions: a request whose adapter is not there for it yet lets others go first, one whose next
-block of prompt is being computed for another request waits to take it from the prefix cache, and one for which there is
-no room lets tenants go first that have fewer rows than its own.
+longer prompt is computed in pieces of whole blocks, over several steps. Requests start in order of arrival, where those
+of one tenant change places by priority, with three exceptions: a request whose adapter is not there for it yet lets
+others go first, one whose next block of prompt is being computed for another request waits to take it from the prefix
+cache, and one for which there is no room lets tenants go first that have fewer rows than its own.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Hashable, Iterator
 
 from workers.generator.cache.prefix_cache import BLOCK_TOKENS, PrefixCache
@@ -38,7 +37,11 @@ class PrefillQueue:
         yield from self._waiting
 
     def add(self, progress: RequestProgress) -> None:
-        insort(self._waiting, progress, key=lambda waiting: -waiting.request.priority)
+        waiting, tenant = self._waiting, progress.request.tenant
+        waiting.append(progress)
+        places = [place for place, each in enumerate(waiting) if each.request.tenant == tenant]
+        for place, each in zip(places, sorted((waiting[place] for place in places), key=_place), strict=True):
+            waiting[place] = each
 
     def discard(self, progress: RequestProgress) -> None:
         """Take a request out: its prompt is computed, or never will be."""
@@ -116,3 +119,7 @@ class PrefillQueue:
         self._waiting.remove(progress)
         self._begun.append(progress)
         return True
+
+
+def _place(progress: RequestProgress) -> tuple[int, int]:
+    return progress.place

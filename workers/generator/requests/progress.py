@@ -158,8 +158,14 @@ class RequestProgress:
 
     @property
     def place(self) -> tuple[int, int]:
-        """The order in which requests start: by priority, then by arrival."""
+        """The order in which the requests of a tenant start: by priority, then by arrival."""
         return -self.request.priority, self.number
+
+    def before(self, other: RequestProgress) -> bool:
+        """Whether this one starts before `other`: of another tenant's, by arrival."""
+        if self.request.tenant == other.request.tenant:
+            return self.place < other.place
+        return self.number < other.number
 
     @property
     def ready(self) -> bool:

@@ -29,7 +29,7 @@ from workers.generator.tokens.stop import DecodeText, NoTokenizer, StopRule
 from workers.generator.vllm.adapters import LoraLimits
 from workers.generator.vllm.policies import Policies
 from workers.generator.vllm.progress import RequestProgress
-from workers.generator.vllm.server import Launch, VllmFailed, VllmServer
+from workers.generator.vllm.server import Launch, VllmFailed, VllmServer, reserve
 from workers.generator.vllm.serving import Serving
 from workers.generator.vllm.tally import Tally
 from workers.model.config import DecoderConfig
@@ -125,12 +125,12 @@ class VllmEngine:
     def free_slots(self) -> int:
         if not self._server.ready.is_set():
             return 0
-        return max(0, self._slots - self._tally.unfinished)
+        return max(0, self._slots - self._tally.unfinished + self._tally.beyond)
 
     @property
     def yields(self) -> int:
-        """vLLM sets nothing aside while it has room for keys and values."""
-        return 0
+        """vLLM sets nothing aside while it has room for keys and values, but takes more sequences."""
+        return max(0, reserve(self._slots) - self._tally.beyond) if self._server.ready.is_set() else 0
 
     @property
     def busy(self) -> bool:
@@ -148,7 +148,8 @@ class VllmEngine:
         except NoTokenizer as error:
             self._tally.refuse(refused(request.id, str(error)))
             return
-        self._tally.enter(request)
+        progress.beyond = self.free_slots == 0 and self.yields > 0
+        self._tally.enter(request, beyond=progress.beyond)
         self._call(self._serving.serve(progress))
 
     def step(self) -> list[Finished]:

@@ -32,6 +32,7 @@ class RequestProgress:
     request: GenerateRequest
     rule: StopRule
     vocab_size: int
+    beyond: bool = False  # its sequences need no slot
     sequences: list[SequenceProgress] = field(default_factory=list)
     pushed: Pushed | None = None  # its adapter
     task: asyncio.Task[Any] | None = None

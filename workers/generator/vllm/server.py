@@ -38,10 +38,16 @@ class VllmFailed(RuntimeError):
     """vLLM does not come up; the message is one line for the operator."""
 
 
+def reserve(slots: int) -> int:
+    """How many sequences vLLM may have beyond its slots: of whoever has none while all are taken (`Engine.yields`)."""
+    return max(1, slots // 8)
+
+
 @dataclass(frozen=True)
 class Launch:
     """How to start it. `program` is the `vllm` command of an environment that `make vllm` made, or of a GPU machine's
-    with Weft's plugin (deploy/vllm/plugin); `context` the longest sequence, `slots` the sequences in one batch.
+    with Weft's plugin (deploy/vllm/plugin); `context` the longest sequence, `slots` the sequences in one batch, beside
+    a `reserve`.
     `options` are further options of vLLM (`workers.model.planning.vllm_options`). `gpus`: the numbers of the GPUs that
     it may see."""
 
@@ -62,8 +68,9 @@ class Launch:
         limits, adapters = self.limits, self.limits.max_adapters
         words = [str(self.program), "serve", str(self.model), "--served-model-name", BASE, "--uds", str(socket)]
         # One more than the context: the last token of a sequence is not fed back.
-        words += ["--dtype", self.dtype, "--max-model-len", str(self.context + 1), "--max-num-seqs", str(self.slots)]
-        words += ["--max-logprobs", "-1", "--generation-config", "vllm", "--scheduling-policy", "priority"]
+        most = str(self.slots + reserve(self.slots))
+        words += ["--dtype", self.dtype, "--max-model-len", str(self.context + 1), "--max-num-seqs", most]
+        words += ["--max-logprobs", "-1", "--generation-config", "vllm"]
         words += ["--enable-prompt-tokens-details", "--enable-scale-out", "--disable-log-stats"]
         words += [
             "--disable-uvicorn-access-log",

@@ -8,8 +8,6 @@ own stop strings need its tokenizer and cut by other rules. Lives in one event l
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import logging
 from dataclasses import replace
 from typing import Any
@@ -24,7 +22,7 @@ from workers.generator.vllm.adapters import NotServable
 from workers.generator.vllm.client import VllmClient, VllmLost, VllmRefused
 from workers.generator.vllm.policies import Policies
 from workers.generator.vllm.progress import RequestProgress, SequenceProgress
-from workers.generator.vllm.server import VllmServer
+from workers.generator.vllm.server import VllmServer, reserve
 from workers.generator.vllm.tally import Tally
 
 log = logging.getLogger(__name__)
@@ -45,11 +43,11 @@ class Serving:
         tally: Tally,
         lossy_adapters: bool = False,
     ) -> None:
-        """At most `slots` sequences are with vLLM at a time; requests that end go to `tally`. `lossy_adapters`: serve
-        adapters also where vLLM's numbers are not the trainer's."""
+        """At most `slots` sequences are with vLLM at a time, and `reserve(slots)` of `beyond` requests; all that end go
+        to `tally`. `lossy_adapters`: serve adapters also where vLLM's numbers are not the trainer's."""
         self._lossy_adapters = lossy_adapters
         self._server, self._policies, self._eos, self._tally = server, policies, eos_token_ids, tally
-        self._slots = PrioritySemaphore(slots)
+        self._slots, self._reserve = asyncio.Semaphore(slots), asyncio.Semaphore(reserve(slots))
         self._requests: dict[str, RequestProgress] = {}
         self._life = 0  # the value of `server.lives` that `policies` belong to
         self._renewing = asyncio.Lock()
@@ -153,7 +151,8 @@ class Serving:
     async def _sequence(self, progress: RequestProgress, sequence: SequenceProgress) -> None:
         """One sequence: wait for a slot, generate, take the answer."""
         request, pushed = progress.request, progress.pushed
-        await self._slots.acquire(request.priority)
+        slots = self._reserve if progress.beyond else self._slots
+        await slots.acquire()
         try:
             sequence.version = progress.version
             if progress.too_old(sequence.version):
@@ -165,7 +164,6 @@ class Serving:
                 "request_id": sequence.vllm_id,
                 "token_ids": request.prompt,
                 "sampling_params": translate.params_of(request, sequence.sample, progress.rule.limit, self._eos),
-                "priority": -request.priority,
                 "cache_salt": translate.cache_salt(request.tenant, pushed.salt if pushed else ""),
             }
             if any(request.sampling.stop_strings):  # its tokens must be decoded as they come
@@ -174,7 +172,7 @@ class Serving:
                 answer = await self._server.client.generate(body)
         finally:
             sequence.vllm_id = ""
-            self._slots.release()
+            slots.release()
             self._tally.sequence_ended(request.id)
         progress.take(sequence, answer)
 
@@ -210,38 +208,6 @@ def _fault(request_id: str, error: Exception) -> Finished:
 
 def _declined(request_id: str, why: str, elsewhere: Any, category: Any = "user") -> Finished:
     return Finished(request_id, error=RequestError(why, category, elsewhere))
-
-
-class PrioritySemaphore:
-    """Admits `count` holders at a time; of those that wait, higher priorities first, then in order of arrival."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._order = itertools.count()
-
-    async def acquire(self, priority: int) -> None:
-        """Wait for a slot. Cancelling the wait takes none."""
-        if self._free > 0:
-            self._free -= 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (-priority, next(self._order), turn))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.release()
-            raise
-
-    def release(self) -> None:
-        """Free a slot, or hand it to the next that waits."""
-        while self._waiting:
-            turn = heapq.heappop(self._waiting)[2]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
 
 
 async def generate_watched(client: VllmClient, body: dict[str, Any], rule: StopRule) -> dict[str, Any]:

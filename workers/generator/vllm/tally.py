@@ -14,6 +14,7 @@ class Tally:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}  # request -> sequences of it that have not ended
+        self._beyond = set[str]()  # requests beyond the slots
         self._ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._counts = dict.fromkeys(("prefill_tokens", "cache_hit_tokens", "sampled_tokens"), 0)
 
@@ -33,13 +34,22 @@ class Tally:
             return sum(self._open.values())
 
     @property
+    def beyond(self) -> int:
+        """Those of them that need no slot."""
+        with self._lock:
+            return sum(self._open[request_id] for request_id in self._beyond)
+
+    @property
     def totals(self) -> dict[str, int]:
         """Token totals, by their names in EngineStats."""
         return dict(self._counts)
 
-    def enter(self, request: GenerateRequest) -> None:
+    def enter(self, request: GenerateRequest, *, beyond: bool) -> None:
+        """`beyond`: its sequences need no slot."""
         with self._lock:
             self._open[request.id] = request.num_samples
+            if beyond:
+                self._beyond.add(request.id)
 
     def sequence_ended(self, request_id: str) -> None:
         with self._lock:
@@ -53,6 +63,7 @@ class Tally:
         """A request has ended; `taken`: its canceller has received the end already."""
         with self._lock:
             self._open.pop(finished.id, None)
+            self._beyond.discard(finished.id)
             facts = finished.facts
             self._counts["prefill_tokens"] += facts.prefill
             self._counts["cache_hit_tokens"] += facts.cache_hit

@@ -30,7 +30,7 @@ from workers.generator.vllm.adapters import LoraLimits, NotServable, convert, no
 from workers.generator.vllm.policies import Pushed, spans
 from workers.generator.vllm.process import not_on_cpu, quantised
 from workers.generator.vllm.server import VllmServer
-from workers.generator.vllm.serving import PrioritySemaphore, _fault
+from workers.generator.vllm.serving import _fault
 from workers.model.adapters.adapter import Adapter, load_adapter, save_adapter
 from workers.model.adapters.shape import AdapterShape
 from workers.model.config import LatentConfig, RopeConfig, read_json
@@ -167,29 +167,6 @@ def test_adapters_that_nobody_can_serve_are_refused_otherwise(tmp_path: Path) ->
 
 def test_targets_never_hold_the_unembedding() -> None:
     assert targets(CONFIG) == ["qkv_proj", "o_proj", "experts"]
-
-
-def test_slots_go_to_the_higher_priority_first() -> None:
-    async def scenario() -> list[str]:
-        slots, order = PrioritySemaphore(1), list[str]()
-
-        async def wait(name: str, priority: int) -> None:
-            await slots.acquire(priority)
-            order.append(name)
-            slots.release()
-
-        await slots.acquire(0)
-        waits = [
-            asyncio.create_task(wait(n, p)) for n, p in [("low", -1), ("a", 0), ("gone", 5), ("b", 0), ("high", 1)]
-        ]
-        await asyncio.sleep(0)
-        waits[2].cancel()
-        slots.release()
-        await asyncio.gather(*waits, return_exceptions=True)
-        await asyncio.wait_for(slots.acquire(0), 1)  # the one whose wait was cancelled took none
-        return order
-
-    assert asyncio.run(scenario()) == ["high", "a", "b", "low"]
 
 
 def test_a_request_whose_weights_cannot_be_read_for_now_is_made_later() -> None:
