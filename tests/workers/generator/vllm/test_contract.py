@@ -37,6 +37,7 @@ NOT_LIKE_THIS = {
     "test_a_long_queue_of_prompts_does_not_stop_decoding",
     "test_cancel_gives_the_tokens_so_far",
     "test_free_slots_count_what_waits",
+    "test_a_tenant_without_slots_does_not_wait_for_one_that_holds_all",
     "test_a_resumed_sample_goes_on_as_the_first_would_have",
     "test_many_one_token_samples_through_one_slot",
     "test_swap_takes_effect_while_others_keep_generating",
@@ -109,6 +110,19 @@ def test_free_slots_count_what_waits(make_engine: MakeEngine) -> None:
     finish(engine)
     assert engine.free_slots == 4
     assert not engine.busy
+
+
+def test_a_tenant_without_slots_does_not_wait_for_one_that_holds_all(make_engine: MakeEngine) -> None:
+    engine = make_engine(slots=4, context=200)
+    assert (engine.free_slots, engine.yields) == (4, 1)
+    engine.add(ask("flood", sampling=LONG, num_samples=6, tenant="a"))
+    engine.add(ask("new", sampling=replace(LONG, max_tokens=2), tenant="b"))
+    assert (engine.free_slots, engine.yields) == (0, 0)
+    ended = list[str]()
+    while engine.busy:
+        ended += [finished.id for finished in engine.step()]
+    assert ended == ["new", "flood"]
+    assert (engine.free_slots, engine.yields) == (4, 1)
 
 
 @pytest.mark.parametrize(
