@@ -73,7 +73,7 @@ def parse_calls(text: str, template: str) -> Parsed:
         calls = [_call(each, "arguments") for each in said]
         if not calls or any(call is None for call in calls):
             return Parsed(text)
-        return Parsed("\n".join(filter(None, beside)), tuple(call for call in calls if call is not None))
+        return Parsed("".join(beside), tuple(call for call in calls if call is not None))
     if '"parameters"' in template:
         call = _call(text.strip(), "parameters")
         return Parsed("", (call,)) if call is not None else Parsed(text)
@@ -81,8 +81,9 @@ def parse_calls(text: str, template: str) -> Parsed:
 
 
 def _tagged(text: str) -> tuple[list[str], list[str]]:
-    """The text outside of call tags, and the contents of the tags; an unclosed tag has none. The text is read once,
-    whatever a model wrote: a pattern that can match in many ways would hold up the whole server."""
+    """The text outside of call tags, and the contents of the tags; an unclosed tag has none. The line break before the
+    first tag, which the template writes, belongs to neither. The text is read once, whatever a model wrote: a pattern
+    that can match in many ways would hold up the whole server."""
     beside, held, end = list[str](), list[str](), 0
     while (start := text.find(OPEN, end)) >= 0:
         closed = text.find(CLOSE, start + len(OPEN))
@@ -93,7 +94,7 @@ def _tagged(text: str) -> tuple[list[str], list[str]]:
         held.append(text[start + len(OPEN) : closed].strip())
         end = closed + len(CLOSE)
     first, *others = [*beside, text[end:]]
-    return [first.rstrip("\n"), *(each.strip("\n") for each in others)], held
+    return [first.removesuffix("\n"), *(each.rstrip("\n") for each in others)], held
 
 
 def _call(text: str, arguments: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from api.routes.openai.detokenizing import PATIENCE, TextStream, whole_text
 from api.routes.openai.errors import Refused
 from api.routes.openai.responses import messages_of
 from api.routes.openai.text import AT_ONCE, PIECE, ModelText, in_turn
-from api.routes.openai.tools import check_tools, parse_calls
+from api.routes.openai.tools import Parsed, check_tools, parse_calls
 from workers.model.tiny import TINY_PATH
 
 CONTEXT = 2048
@@ -310,20 +310,51 @@ def test_a_stream_finds_the_calls_that_the_whole_answer_has(
     assert [call["function"] for call in whole] == [call["function"] for call in parsed.calls]
 
 
+ADD = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+
+
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        ('Sure.\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>', "Sure."),
+        (f"Sure.\n{ADD}", "Sure."),
+        (f"Sure.\n\n{ADD}\n{ADD}", "Sure.\n"),
+        (f"{ADD}\n{ADD}", ""),
         ("a\n\nb\n<tool_call>x", "a\n\nb\n<tool_call>x"),
         ("a\n\nb\n", "a\n\nb\n"),
     ],
 )
-def test_a_stream_says_beside_a_call_what_the_whole_answer_does(text: ModelText, written: str, told: str) -> None:
-    """A client sends it back, and the template puts the line break before the call: a second one would be no draw."""
+def test_an_answer_sent_back_extends_what_was_drawn(text: ModelText, written: str, told: str) -> None:
+    """The template puts one line break before the call."""
+    said = _streamed(text, written)
+    assert said.content == told
+    question = {"role": "user", "content": "?"}
+    answer = {"role": "assistant", "content": said.content, "tool_calls": list(said.calls)}
+    drawn = text.encode(written, special=False)
+    asked = text.render([question])
+    assert text.render([question, answer])[: len(asked) + len(drawn)] == asked + drawn
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        (f"Sure.\n{ADD}after", "Sure.after"),
+        (f"Sure.\n{ADD}\nafter\n", "Sure.\nafter"),
+        (f"{ADD}\n\nbetween\n{ADD}\nafter", "\n\nbetween\nafter"),
+        (f"Sure.{ADD}\n\n{ADD}\n\n", "Sure."),
+    ],
+)
+def test_text_behind_a_call_is_the_same_in_a_stream(text: ModelText, written: str, told: str) -> None:
+    assert _streamed(text, written).content == told
+
+
+def _streamed(text: ModelText, written: str) -> Parsed:
+    """What a stream has told at its end, which is what the whole answer says."""
     form = Form(text, chat=True, tools=True)
     stream = form.stream()
     said = "".join(stream.push([token]) for token in text.encode(written, special=False))
-    assert said + form.parsed(stream.end()).content == form.parsed(written).content == told
+    rest = form.parsed(stream.end())
+    assert said + rest.content == form.parsed(written).content
+    return Parsed(said + rest.content, rest.calls)
 
 
 def test_text_that_is_no_call_is_told_as_it_comes(text: ModelText) -> None:
