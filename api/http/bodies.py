@@ -15,6 +15,7 @@ from fastapi import Request
 from google.protobuf.message import Message
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
+from weft.wire.base import Request as WireRequest
 from weft.wire.binary.message import read_message
 from weft.wire.error import WireError
 
@@ -116,11 +117,11 @@ async def parse(service: Service, body: bytes, model: type[M], most_values: int 
 
 
 def parse_json(body: bytes, model: type[M], most_values: int = MAX_VALUES) -> M:
-    """Parse JSON as a `model`; in the event loop only up to INLINE_BYTES. Raises TooLarge beyond `most_values` in
-    lists."""
+    """Parse JSON as a `model`; in the event loop only up to INLINE_BYTES. In the protocol's own bodies nothing is taken
+    for a value of another type ("5" or true for a number). Raises TooLarge beyond `most_values` in lists."""
     check_json(body, most_values)
     try:
-        return model.model_validate_json(body)
+        return model.model_validate_json(body, strict=issubclass(model, WireRequest) or None)
     except ValidationError as error:
         wrong, field = explain(error), field_of(error)
     # raised outside of the handler, so that it does not keep the large ValidationError alive

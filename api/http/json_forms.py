@@ -10,7 +10,7 @@ import math
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from weft.wire import EncodedTextChunk, ModelInput
 from weft.wire.base import Integer, Request
 from weft.wire.binary import weft_wire_pb2 as pb
@@ -50,10 +50,9 @@ class _Input(Request):
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class _Body(BaseModel):
+class _Body(Request):
     """A body with one of the two inputs; `forward` only names its input differently."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
     forward_backward_input: _Input | None = None
     forward_input: _Input | None = None
     model_id: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from contextlib import AsyncExitStack, nullcontext, suppress
@@ -11,12 +12,15 @@ from typing import Any
 import pytest
 import zstandard
 from fastapi import Request
+from pydantic import BaseModel
 from weft.wire.binary import weft_wire_pb2 as pb
 from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_request
+from weft.wire.sampling import SampleRequest
+from weft.wire.training import AdamParams, OptimStepRequest
 
-from api.errors import Invalid, RateLimited, TooLarge
+from api.errors import Invalid, Malformed, RateLimited, TooLarge
 from api.http import bodies
-from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, unpack_zstd
+from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, parse_json, unpack_zstd
 from api.http.body_sizes import SIZES
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
@@ -416,3 +420,32 @@ class TestRoom:
             assert not bodies._orgs, "an organisation that has rested is forgotten"
 
         asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "field"),
+    [
+        (SampleRequest, '"num_samples": true', "num_samples"),
+        (SampleRequest, '"num_samples": "2"', "num_samples"),
+        (SampleRequest, '"num_samples": 2.0', "num_samples"),
+        (SampleRequest, '"prompt_logprobs": "yes"', "prompt_logprobs"),
+        (SampleRequest, '"sampling_params": {"temperature": "0.5"}', "sampling_params.temperature"),
+        (SampleRequest, '"sampling_params": {"stop": [true]}', "sampling_params.stop"),
+        (SampleRequest, '"prompt": {"chunks": [{"type": "encoded_text", "tokens": [true]}]}', "prompt.chunks"),
+        (OptimStepRequest, '"adam_params": {"learning_rate": true}', "adam_params.learning_rate"),
+        (OptimStepRequest, '"adam_params": {}, "seq_id": "1"', "seq_id"),
+    ],
+)
+def test_in_the_protocol_nothing_is_taken_for_a_value_of_another_type(
+    model: type[BaseModel], given: str, field: str
+) -> None:
+    """In the forms of OpenAI and vLLM, "2" and 2.0 are read as theirs do: tests/api/openai/test_bodies.py."""
+    needed = {SampleRequest: {"prompt": {"chunks": []}, "sampling_params": {}}, OptimStepRequest: {"model_id": "m"}}
+    body = f"{json.dumps(needed[model])[:-1]}, {given}}}".encode()
+    with pytest.raises(Malformed, match=f"^{field}"):
+        parse_json(body, model)
+
+
+def test_a_whole_number_is_a_number() -> None:
+    body = b'{"model_id": "m", "adam_params": {"learning_rate": 1}}'
+    assert parse_json(body, OptimStepRequest).adam_params == AdamParams(learning_rate=1.0)

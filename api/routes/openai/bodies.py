@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
-from weft.wire.base import Count, Integer, Positive, Seed
+from weft.wire.base import Count, Finite, Integer, Positive, Seed
 from weft.wire.inputs import Token
 
 from api.errors import quote
@@ -72,7 +72,8 @@ def form(words: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-Tokens = Annotated[list[Token], Field(fail_fast=True)]
+#: Strict: neither true nor "5" is a token.
+Tokens = Annotated[list[Annotated[Token, Field(strict=True)]], Field(fail_fast=True)]
 #: A list whose first wrong element ends its validation: two million errors would take hundreds of bytes each.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -88,6 +89,16 @@ Stops = Annotated[
 StopTokens = Annotated[Tokens, Field(max_length=4096)]
 
 
+def _is_one_of(value: Any, known: tuple[Any, ...]) -> bool:
+    """True is not 1 here, nor false 0."""
+    return any(value == given and (isinstance(given, bool) or not isinstance(value, bool)) for given in known)
+
+
+def _whether(value: Any) -> Any:
+    """A chat's way to ask for log-probabilities, true or false, as a number."""
+    return (1 if value else None) if isinstance(value, bool) else value
+
+
 class StrictBody(BaseModel):
     """A body that refuses unknown fields and values that cannot be honoured."""
 
@@ -97,7 +108,7 @@ class StrictBody(BaseModel):
 
     def refuse_unknown(self, within: str = "") -> None:
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in self.unused or any(value == given for given in self.neutral.get(name, ())):
+            if value is None or name in self.unused or _is_one_of(value, self.neutral.get(name, ())):
                 continue
             known = f"{_shown(value)} cannot be honoured here" if name in self.neutral else "is not supported here"
             name = within + name
@@ -133,8 +144,8 @@ class Drawing(StrictBody):
     """How tokens are drawn; part of every body that asks for samples. `top_k`, `stop_token_ids` and `ignore_eos` are
     vLLM's."""
 
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[Finite, Field(ge=0)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: Integer | None = None
     seed: Seed | None = None
     stop: Stops | None = None
@@ -225,7 +236,7 @@ class CompletionBody(Sampling):
         form("must be a text, a list of tokens (whole numbers from 0), or a list of one of these"),
     ]
     add_special_tokens: bool | None = None
-    logprobs: Annotated[Count | None, BeforeValidator(lambda value: None if value is False else value)] = None
+    logprobs: Annotated[Count | None, BeforeValidator(_whether)] = None
     echo: bool | None = None
 
     def refuse_unknown(self, within: str = "") -> None:

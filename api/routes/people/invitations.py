@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.orm import Session
 from weft.wire.account.organisation import InvitationRow, InvitationsResponse, InvitationWithLink
+from weft.wire.base import Positive
 from weft.wire.service import StatusResponse
 
 from api.errors import Invalid
@@ -32,7 +33,7 @@ class NewInvitation(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     role: Role
-    days: Annotated[int, Field(ge=1, le=invitations.MAX_DAYS)] = 7
+    days: Annotated[Positive, Field(le=invitations.MAX_DAYS)] = 7
     email: str | None = None
 
 

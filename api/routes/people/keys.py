@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from sqlalchemy import func, not_, select
 from sqlalchemy.orm import Session
 from weft.wire.account.organisation import ApiKeyRow, ApiKeysResponse, ApiKeyWithSecret
+from weft.wire.base import Count
 
 from api.checks.runs import check_text
 from api.errors import Forbidden, Invalid, quote
@@ -53,7 +54,7 @@ class Rotation(BaseModel):
     """For how long the present secret stays good beside the new one."""
 
     model_config = ConfigDict(extra="forbid")
-    overlap_seconds: Annotated[int, Field(ge=0, le=LONGEST_OVERLAP_S)] = 24 * 3600
+    overlap_seconds: Annotated[Count, Field(le=LONGEST_OVERLAP_S)] = 24 * 3600
 
 
 @router.get("", **declare(scope="any", limit="call"))

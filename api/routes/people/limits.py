@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import ColumnElement, or_, select
 from sqlalchemy.orm import Session
 from weft.wire.account.organisation import RateLimitsResponse, RateLimitsRow
+from weft.wire.base import Positive
 
 from api.http.access import declare
 from api.http.auth import PresentPrincipalDep, PrincipalDep, while_good
@@ -31,9 +32,9 @@ class NewLimits(BaseModel):
     """Null means no limit of its own; the organisation's limits hold in any case."""
 
     model_config = ConfigDict(extra="forbid")
-    requests_per_minute: Annotated[int, Field(ge=1, le=LIMITS["requests_per_minute"])] | None = None
-    tokens_per_minute: Annotated[int, Field(ge=1, le=LIMITS["tokens_per_minute"])] | None = None
-    max_in_flight: Annotated[int, Field(ge=1, le=LIMITS["max_in_flight"])] | None = None
+    requests_per_minute: Annotated[Positive, Field(le=LIMITS["requests_per_minute"])] | None = None
+    tokens_per_minute: Annotated[Positive, Field(le=LIMITS["tokens_per_minute"])] | None = None
+    max_in_flight: Annotated[Positive, Field(le=LIMITS["max_in_flight"])] | None = None
 
 
 @router.get("", **declare(scope="any", limit="call"))

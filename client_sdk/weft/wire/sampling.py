@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from weft.wire.base import MAX_INT, Count, Finite, Positive, Request, Response, SampleSeq, Seed
+from weft.wire.base import Count, Finite, Integer, NotBoolean, Positive, Request, Response, SampleSeq, Seed
 from weft.wire.binary.sample_codec import (
     PolicySpan,
     SampleResult,
@@ -43,11 +43,14 @@ class SamplingParams(Request):
 
     max_tokens: Count | None = None
     seed: Seed | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Token], Field(fail_fast=True)] | None = (
-        None
-    )
+    stop: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[Annotated[Token, NotBoolean]], Field(fail_fast=True)]
+        | None
+    ) = None
     temperature: Finite = Field(default=1.0, ge=0)
-    top_k: int = Field(default=-1, ge=-1, le=MAX_INT)
+    top_k: Integer = Field(default=-1, ge=-1)
     top_p: Finite = Field(default=1.0, gt=0, le=1)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from api.errors import explain, field_of
-from api.routes.openai.bodies import CompletionBody, GenerateBody, ResponsesBody
+from api.errors import ApiError, explain, field_of
+from api.http.bodies import parse_json
+from api.routes.openai.bodies import ChatBody, CompletionBody, GenerateBody, ResponsesBody
 
 PROMPT = "must be a text, a list of tokens (whole numbers from 0), or a list of one of these"
 STOP = "must be a text, or a list of texts with at most 4096 items"
@@ -60,3 +62,36 @@ def test_a_completion_that_wants_no_logprobs_gets_none(logprobs: Any, asked: int
     body = CompletionBody.model_validate({"model": "m", "prompt": "a", "logprobs": logprobs})
     assert body.logprobs == asked
     assert body.logprobs is not False
+
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+NUMBERS = ["max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "top_k", "seed", "top_logprobs"]
+NUMBERS += ["prompt_logprobs", "max_staleness", "frequency_penalty", "min_p", "best_of"]
+
+
+def _of_chat(field: str, value: str) -> ChatBody:
+    body = parse_json(f'{json.dumps(CHAT)[:-1]}, "logprobs": true, "{field}": {value}}}'.encode(), ChatBody)
+    body.refuse_unknown()
+    return body
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_a_boolean_is_no_number(field: str, value: str) -> None:
+    """True was one token, one choice, and a temperature of 1."""
+    with pytest.raises(ApiError, match=f"^{field}: (must be a number, not true or false|.* cannot be honoured here)"):
+        _of_chat(field, value)
+
+
+@pytest.mark.parametrize("value", ["2.0", '"2"'])
+@pytest.mark.parametrize("field", ["max_tokens", "n", "temperature", "top_k", "seed", "top_logprobs"])
+def test_numbers_that_vllm_reads_are_read(field: str, value: str) -> None:
+    assert getattr(_of_chat(field, value), field) == 2
+
+
+@pytest.mark.parametrize("token", ["true", "2.0"])
+def test_only_whole_numbers_are_tokens(token: str) -> None:
+    with pytest.raises(ApiError, match=r"^stop_token_ids\.0: "):
+        _of_chat("stop_token_ids", f"[{token}]")
+    with pytest.raises(ApiError, match=r"^prompt: must be a text, a list of tokens"):
+        parse_json(f'{{"model": "m", "prompt": [{token}]}}'.encode(), CompletionBody)
