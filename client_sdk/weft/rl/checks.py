@@ -9,6 +9,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from weft.wire.base import MIN_SEED
+
 R = TypeVar("R")
 
 #: Names of arguments in other libraries, and what they are called here.
@@ -42,6 +44,17 @@ def finite(name: str, value: Any, least: float = 0.0, *, above: bool = False) ->
     number(name, value, least, above=above)
     if math.isinf(value):
         raise ValueError(f"{name} must be finite, got {value}")
+
+
+def flag(name: str, value: Any) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r:.80}")
+
+
+def seed(value: Any) -> None:
+    """Raise ValueError unless `value` is a whole number (else TypeError) of 64 bits."""
+    count("seed", value, least=MIN_SEED)
 
 
 def one_of(name: str, value: Any, known: Iterable[str]) -> None:

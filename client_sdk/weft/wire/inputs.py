@@ -96,7 +96,7 @@ class ModelInput(Request):
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | npt.NDArray[Any]) -> ModelInput:
         """One chunk of text."""
-        return cls(chunks=[EncodedTextChunk.model_validate({"tokens": tokens})])
+        return prompt_of(tokens, "tokens")
 
     @classmethod
     def empty(cls) -> ModelInput:
@@ -225,6 +225,8 @@ class Datum:
         given: Mapping[str, Any] = self.loss_fn_inputs
         if not isinstance(given, Mapping):
             raise WireError(f"loss_fn_inputs is a {type(given).__name__}; give a dict of inputs by name")
+        if unnamed := [name for name in given if not isinstance(name, str)]:
+            raise WireError(f"loss_fn_inputs has the key {unnamed[0]!r}; inputs have names, such as 'target_tokens'")
         object.__setattr__(self, "model_input", prompt_of(self.model_input, "model_input"))
         object.__setattr__(self, "loss_fn_inputs", {name: _as_tensor(name, value) for name, value in given.items()})
         if (self.model_input_spans is None) != (self.loss_fn_input_spans is None):
@@ -248,15 +250,15 @@ def _check_tiling(name: str, spans: ProvenanceSpans, length: int) -> None:
 def _as_tensor(name: str, value: Any) -> TensorData:
     if isinstance(value, TensorData):
         return value
-    if isinstance(value, np.ndarray) or hasattr(value, "detach"):  # torch's, recognised without importing torch
-        try:
+    try:
+        if isinstance(value, np.ndarray) or hasattr(value, "detach"):  # torch's, recognised without importing torch
             return _from_array(name, value)
-        except WireError as error:
-            raise WireError(f"loss input {name!r}: {error}") from None
-    if isinstance(value, list | tuple | range):
-        return _from_list(name, value)
-    if isinstance(value, int | float | np.number):
-        return _from_list(name, [value])
+        if isinstance(value, list | tuple | range):
+            return _from_list(name, value)
+        if isinstance(value, int | float | np.number):
+            return _from_list(name, [value])
+    except WireError as error:
+        raise WireError(f"loss input {name!r}: {error}") from None
     raise WireError(
         f"loss input {name!r} is a {type(value).__name__}; use TensorData, numpy, torch, a list or a number"
     )
@@ -273,12 +275,6 @@ def _from_list(name: str, value: Sequence[Any]) -> TensorData:
     try:
         array: Array = np.asarray(value)
     except ValueError:
-        raise WireError(f"loss input {name!r} is not rectangular") from None
-    if array.size and array.dtype.kind not in "fiub":
-        raise WireError(f"loss input {name!r} holds values that are not numbers")
+        raise WireError("the list is not rectangular") from None
     dtype = LIST_DTYPES.get(name, "float32" if array.dtype.kind == "f" else "int64")
-    with np.errstate(invalid="ignore"):  # NaN and infinity are cast, too
-        exact = dtype != "int64" or np.array_equal(array, array.astype(np.int64))
-    if not exact:
-        raise WireError(f"loss input {name!r} holds values that are no 64-bit integers")
     return TensorData(array, dtype, list(array.shape))

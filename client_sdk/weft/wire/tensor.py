@@ -51,10 +51,7 @@ class TensorData:
     ) -> None:
         if dtype not in _NUMPY:
             raise WireError(f"tensor dtype must be float32 or int64, got {dtype!r}")
-        try:
-            values = np.array(data, dtype=_NUMPY[dtype]).reshape(-1)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise WireError(f"tensor values are not a rectangular array of {dtype}: {error}") from None
+        values = values_of(data, dtype)
         if (sparse_crow_indices is None) != (sparse_col_indices is None):
             raise WireError("a sparse tensor needs both sparse_crow_indices and sparse_col_indices")
         if shape is None and sparse_crow_indices is None and np.ndim(data) != 1:
@@ -169,6 +166,26 @@ class TensorData:
             ],
             serialization=serialization,
         )
+
+
+def values_of(data: npt.ArrayLike, dtype: TensorDtype) -> Array:
+    """A flat copy of `data` as `dtype`. Raises WireError for values that are no numbers, or that would become others:
+    integers have to be whole and fit, and what is finite stays finite."""
+    try:
+        given: Array = np.asarray(data)
+    except ValueError as error:
+        raise WireError(f"tensor values are not a rectangular array of {dtype}: {error}") from None
+    if given.size and given.dtype.kind not in "fiub":
+        raise WireError("tensor holds values that are not numbers")
+    with np.errstate(invalid="ignore", over="ignore"):
+        values = given.astype(_NUMPY[dtype]).reshape(-1)
+    if given.dtype == values.dtype:
+        return values
+    if dtype == "int64" and not np.array_equal(given.reshape(-1), values):
+        raise WireError("tensor holds values that are no 64-bit integers")
+    if dtype == "float32" and np.any(np.isinf(values) & np.isfinite(given.reshape(-1))):
+        raise WireError("tensor holds values that are too large for float32")
+    return values
 
 
 def _json_schema() -> CoreSchema:

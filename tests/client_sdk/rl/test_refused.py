@@ -6,6 +6,7 @@ import asyncio
 import copy
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -137,6 +138,40 @@ def test_a_conversation_that_the_template_cannot_say_is_named() -> None:
     row = {"prompt": "?", "chosen": "8", "rejected": "9"}
     with pytest.raises(ValueError, match=r"^rows\[1\]: .*roles must alternate"):
         rl.pairs([row, {**row, "prompt": "?!"}], strict)
+
+
+LOUD: list[tuple[Any, str, list[Any]]] = [
+    (rl.Groups, "refill", ["no", 1, None]),
+    (rl.Async, "inflight", ["no", 0, None]),
+    (partial(rl.Shuffled, 3), "seed", [True, "1", None, 0.5]),
+    (partial(rl.DifficultyPools, 3), "seed", [True, "1", None, 0.5]),
+    (partial(rl.DifficultyPools, 3), "memory", [True, "1", None, 1.0, -1, float("nan")]),
+    (partial(rl.DifficultyPools, 3), "pools", [5, None]),
+    (rl.RunningBaseline, "decay", [True, "1", None, 1.0, -1, float("nan")]),
+    (partial(rl.prompts, ["?"]), "reward", [None, 1.0]),
+    (partial(rl.prompts, ["?"]), "expected", [500]),
+    (partial(rl.prompts, ["?"]), "advantage", ["grpo"]),
+    (partial(rl.function, tasks=["?"]), "solve", [None, 1.0]),
+    (rl.Evaluation, "env", [None, ["?"]]),
+    (partial(rl.Evaluation, PROMPTS), "sampling", [{}, 0.5]),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"), [(make, name, value) for make, name, values in LOUD for value in values]
+)
+def test_a_value_of_another_kind_is_named_where_it_is_given(make: Any, name: str, value: Any) -> None:
+    """Later, rollouts have been paid for; and "no" would count as True."""
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} must be "):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_a_message_that_says_none_is_named(calls: Any) -> None:
+    """It was trained as an empty answer."""
+    talk = [TALK[0], {"role": "assistant", "content": None, "tool_calls": calls}]
+    with pytest.raises(ValueError, match=r"^rows\[0\]: messages\[1\]: 'content' is None"):
+        rl.conversations([talk], tokenizer())
 
 
 def test_a_message_without_content_is_named() -> None:

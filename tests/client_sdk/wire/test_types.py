@@ -123,7 +123,7 @@ def test_protobuf_of_a_request_is_tinkers() -> None:
         (lambda: types.AdamParams(eps=float("nan")), "eps"),
         (lambda: types.LoraConfig(rank=0), "rank"),
         (lambda: types.LoraConfig(rank=1, train_mlp=False, train_attn=False, train_unembed=False), "at least one"),
-        (lambda: types.ModelInput.from_ints([1, -2]), r"tokens\.1"),
+        (lambda: types.ModelInput.from_ints([1, -2]), r"tokens\[1\]"),
         (lambda: types.OptimStepRequest(model_id="m"), "exactly one"),
         (lambda: types.LoadWeightsRequest(path="p", optimizer=False), "give either model_id"),
         (lambda: types.SaveWeightsForSamplerRequest(model_id="m"), "exactly one"),
@@ -132,7 +132,7 @@ def test_protobuf_of_a_request_is_tinkers() -> None:
     ],
 )
 def test_wrong_fields_are_named(make: object, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
 
 
@@ -174,6 +174,48 @@ def test_tensor_data() -> None:
 def test_wrong_tensors(make: object) -> None:
     with pytest.raises(types.WireError):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("weights", [1e39], "too large for float32"),
+        ("weights", np.array([-1e39]), "too large for float32"),
+        ("weights", types.TensorData([float("inf")], "float32"), None),
+        ("target_tokens", np.array([2**63], np.uint64), "no 64-bit integers"),
+        ("target_tokens", [0.5], "no 64-bit integers"),
+        ("weights", ["0.5"], "not numbers"),
+        ("weights", [None], "not numbers"),
+    ],
+)
+def test_a_number_that_would_become_another_is_refused(name: str, value: Any, says: str | None) -> None:
+    """1e39 was infinite, and 2**63 negative."""
+    if says is None:
+        assert types.Datum([], {name: value}).loss_fn_inputs[name] is value
+        return
+    with pytest.raises(types.WireError, match=f"^loss input '{name}': tensor holds values that are {says}"):
+        types.Datum([], {name: value})
+
+
+def test_inputs_have_names() -> None:
+    with pytest.raises(types.WireError, match=r"^loss_fn_inputs has the key 1"):
+        types.Datum([], {1: [1]})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("value", [True, np.True_])
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [(types.AdamParams, "learning_rate"), (types.SamplingParams, "max_tokens"), (types.LoraConfig, "rank")],
+)
+def test_a_boolean_is_no_number(kind: Any, field: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=rf"{field}\n  must be a number, not true or false"):
+        kind(**{field: value})
+
+
+@pytest.mark.parametrize("tokens", [[True], [2.0], ["5"]])
+def test_only_whole_numbers_are_tokens(tokens: Any) -> None:
+    with pytest.raises(types.WireError, match=r"^tokens\[0\] is "):
+        types.ModelInput.from_ints(tokens)
 
 
 def test_lists_are_typed_by_name_and_else_by_their_values() -> None:

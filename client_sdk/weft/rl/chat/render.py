@@ -268,7 +268,9 @@ def _check_form(messages: Sequence[Message]) -> None:
         if (role := message.get("role")) not in ROLES:
             known = ", ".join(ROLES)
             raise ValueError(f"messages[{place}]: 'role' is {role!r:.40}; it must be one of {known}: rename yours")
-        if not message.keys() & {"content", "tool_calls", "reasoning_content"}:
+        if message.get("content") is None and not (message.get("tool_calls") or message.get("reasoning_content")):
+            if "content" in message:
+                raise ValueError(f"messages[{place}]: 'content' is None; of an answer that says nothing it is ''")
             raise ValueError(f"messages[{place}] has no 'content', only {', '.join(map(repr, message))}: rename yours")
 
 

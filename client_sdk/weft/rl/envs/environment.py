@@ -69,6 +69,8 @@ class Function:
 
     def __post_init__(self) -> None:
         checks.tasks(self.tasks)
+        checks.function("solve", self.solve, "async def solve(task, chat)")
+        _check_hints(self.expected, self.advantage)
         if self.timeout_s is not None:
             checks.number("timeout_s", self.timeout_s, above=True)
 
@@ -170,6 +172,8 @@ class Prompts:
 
     def __post_init__(self) -> None:
         checks.tasks(self.tasks)
+        checks.function("reward", self.reward, "lambda text, task: 1.0")
+        _check_hints(self.expected, self.advantage)
         if self.max_tokens is not None:
             checks.count("max_tokens", self.max_tokens)
 
@@ -212,6 +216,12 @@ def prompts(
         return [{"role": "system", "content": system}, *given] if system else given
 
     return Prompts(tasks, reward, messages, max_tokens, stop, expected, advantage)
+
+
+def _check_hints(expected: Any, advantage: Any) -> None:
+    checks.made("expected", expected, Size | None, "rl.Size(drawn=500)")
+    if advantage is not None:
+        checks.function("advantage", advantage, "rl.grpo")
 
 
 def reward_of(found: Any) -> Reward:

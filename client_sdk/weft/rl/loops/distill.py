@@ -134,7 +134,10 @@ class _Distill(Loop):
     def _hint_ids(self, task: Any) -> list[int]:
         if self.hint is None:
             return []
-        return self.rollouts.policy.renderer.render_ids(list(self.hint(task)))
+        said = self.hint(task)
+        if not isinstance(said, list | tuple) or not all(isinstance(each, Mapping) for each in said):
+            raise TypeError(f"hint must return a list of messages, got {said!r:.80}")
+        return self.rollouts.policy.renderer.render_ids(list(said))
 
     def _numbers(self) -> dict[str, float]:
         numbers = {"reverse_kl": self._gaps[-1]} if self._gaps else {}

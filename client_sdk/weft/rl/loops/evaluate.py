@@ -34,10 +34,12 @@ class Evaluation:
     name: str = "eval"
 
     def __post_init__(self) -> None:
+        checks.does("env", self.env, "group", "rl.prompts(tasks, reward)")
         checks.count("every", self.every)
         checks.count("size", self.size)
         if self.tasks is not None:
             checks.tasks(self.tasks)
+        checks.made("sampling", self.sampling, SamplingParams | None, "weft.SamplingParams(max_tokens=64)")
 
 
 #: How many rollouts of an evaluation run at a time: as many as a default training step has. More would only wait for
@@ -78,6 +80,7 @@ async def evaluate(
     AT_A_TIME rollouts, within what the quota of their sandboxes leaves). Raises errors that every rollout would meet: a
     spent budget, a refused key."""
     checks.made("evaluation", evaluation, Evaluation, "rl.Evaluation(env)")
+    checks.seed(seed)
     of = await policy_of(policy) if isinstance(policy, (TrainingClient, SamplingClient)) else policy
     room = room or await places(evaluation)
     params = evaluation.sampling or SamplingParams()

@@ -62,6 +62,7 @@ class Groups:
         checks.count("size", self.size)
         checks.functions("keep", self.keep)
         checks.functions("keep_rollout", self.keep_rollout)
+        checks.flag("refill", self.refill)
 
 
 class Rollouts:

@@ -33,7 +33,6 @@ from weft.rl.signal.advantages import Advantage, dr_grpo
 from weft.rl.signal.lengths import Penalty
 from weft.rl.tasks.sources import Source
 from weft.training_client import TrainingClient
-from weft.wire.base import MIN_SEED
 from weft.wire.inputs import Datum
 from weft.wire.sampling import SamplingParams
 from weft.wire.training import AdamParams
@@ -72,6 +71,8 @@ class Recipe:
         if self.penalty is not None:
             checks.function("penalty", self.penalty, "rl.lengths.linear()")
         checks.made("sampling", self.sampling, SamplingParams | None, "weft.SamplingParams(max_tokens=64)")
+        checks.flag("routing_replay", self.routing_replay)
+        checks.made("concurrency", self.concurrency, Concurrency | None, "rl.Concurrency()")
         checks.sinks(self.sinks)
         checks.made("optim", self.optim, AdamParams, "weft.AdamParams(beta2=0.95)")
         checks.made("groups", self.groups, Groups, "rl.Groups(batch=16, size=8)")
@@ -83,7 +84,7 @@ class Recipe:
             on_policy(self.sampling)
         checks.one_of("reduce", self.reduce, get_args(Reduce))
         checks.rate("learning_rate", self.learning_rate)
-        checks.count("seed", self.seed, least=MIN_SEED)
+        checks.seed(self.seed)
         if self.budget_usd is not None:
             checks.finite("budget_usd", self.budget_usd)
 

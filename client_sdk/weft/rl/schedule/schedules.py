@@ -52,6 +52,7 @@ class Async:
         if self.max_lag == 0:
             raise ValueError("max_lag must be at least 1, got 0; Sync() is on-policy")
         checks.count("max_lag", self.max_lag)
+        checks.flag("inflight", self.inflight)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from weft.rl import checks
+
 #: Rewards of a group -> advantages, one for each.
 Advantage = Callable[[Sequence[float]], list[float]]
 
@@ -56,7 +58,8 @@ class RunningBaseline:
     """
 
     def __init__(self, decay: float = 0.95) -> None:
-        if not 0 <= decay < 1:
+        checks.number("decay", decay, most=1)
+        if decay == 1:
             raise ValueError(f"decay must be in [0, 1), got {decay}")
         self.decay = decay
         self.baseline = 0.0

@@ -20,7 +20,6 @@ from weft.rl.loops.report import Report, plain
 from weft.rl.loops.sinks import Progress, Sink, close, tell
 from weft.rl.tasks.sources import Shuffled
 from weft.training_client import TrainingClient
-from weft.wire.base import MIN_SEED
 from weft.wire.training import AdamParams
 
 logger = logging.getLogger("weft")
@@ -50,7 +49,7 @@ class Recipe:
         checks.made("checkpoint", self.checkpoint, Checkpoints | None, "rl.Checkpoints('name')")
         checks.finite("epochs", self.epochs, above=True)
         checks.rate("learning_rate", self.learning_rate)
-        checks.count("seed", self.seed, least=MIN_SEED)
+        checks.seed(self.seed)
         if self.budget_usd is not None:
             checks.finite("budget_usd", self.budget_usd)
 

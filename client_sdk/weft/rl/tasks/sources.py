@@ -34,6 +34,7 @@ class Shuffled:
 
     def __init__(self, count: int, seed: int = 0) -> None:
         checks.count("count of tasks", count)
+        checks.seed(seed)
         self.count, self.seed, self.drawn = count, seed, 0
         self._round, self._order = -1, list[int]()
 
@@ -91,10 +92,13 @@ class DifficultyPools:
         seed: int = 0,
     ) -> None:
         checks.count("count of tasks", count)
+        checks.listed("pools", pools)
         if [pool.upto for pool in pools] != sorted({pool.upto for pool in pools}) or not pools:
             raise ValueError("pools must be in the order of their `upto`, which must differ")
         checks.finite("unseen", unseen)
-        if not 0 <= memory < 1:
+        checks.number("memory", memory, most=1)
+        checks.seed(seed)
+        if memory == 1:
             raise ValueError(f"memory must be in [0, 1), got {memory}")
         self.count, self.pools, self.unseen, self.memory = count, tuple(pools), unseen, memory
         self.seed, self.drawn = seed, 0
