@@ -57,6 +57,6 @@ def check_same_optimizer(saved: str, used: str) -> None:
 
 def _parsed(model: type[M], given: dict[str, Any], field: str) -> M:
     try:
-        return model.model_validate(given)
+        return model.model_validate(given, strict=True)
     except ValidationError as error:
         raise Malformed(f"{field}: {explain(error)}") from None

@@ -14,10 +14,10 @@ from pydantic import Field
 from weft.wire import EncodedTextChunk, ModelInput
 from weft.wire.base import Integer, Request
 from weft.wire.binary import weft_wire_pb2 as pb
-from weft.wire.binary.arrays import FLOAT32, INT32, INT64
+from weft.wire.binary.arrays import INT32, INT64
 from weft.wire.binary.sample_codec import decode_sample_response
 from weft.wire.binary.train_codec import decode_train_output, write_config
-from weft.wire.tensor import TensorData
+from weft.wire.tensor import TensorData, values_of
 
 from api.errors import Malformed
 from api.http.bodies import parse_json
@@ -84,10 +84,7 @@ def train_body(raw: bytes, forward_only: bool) -> bytes:
 
 def _write(message: pb.Tensor, tensor: _Tensor, where: str) -> None:
     try:
-        exact = np.asarray(tensor.data, dtype=np.float64)
-        values = exact.astype(INT64 if tensor.dtype == "int64" else FLOAT32)
-        if tensor.dtype == "int64" and not np.array_equal(values, exact):
-            raise Malformed(f"{where}.data: must be integers, as its dtype says")
+        values = values_of(tensor.data, tensor.dtype)
         message.dtype = pb.DTYPE_INT64 if tensor.dtype == "int64" else pb.DTYPE_FLOAT32
         message.shape.extend(tensor.shape or [])
         if (tensor.sparse_crow_indices is None) != (tensor.sparse_col_indices is None):

@@ -18,10 +18,12 @@ from weft.wire.binary.train_codec import ArrayDatum, TrainBatch, encode_train_re
 from weft.wire.sampling import SampleRequest
 from weft.wire.training import AdamParams, OptimStepRequest
 
+from api.checks.optimizers import check_step
 from api.errors import Invalid, Malformed, RateLimited, TooLarge
 from api.http import bodies
 from api.http.bodies import MAX_RATIO, RATIO_FLOOR_BYTES, parse_json, unpack_zstd
 from api.http.body_sizes import SIZES
+from api.http.json_forms import train_body
 from api.http.structure import HARMLESS_BYTES, MAX_FIELDS, check_json, check_protobuf
 from api.server.app import front
 from api.state import threads
@@ -430,6 +432,11 @@ class TestRoom:
         (SampleRequest, '"num_samples": 2.0', "num_samples"),
         (SampleRequest, '"prompt_logprobs": "yes"', "prompt_logprobs"),
         (SampleRequest, '"sampling_params": {"temperature": "0.5"}', "sampling_params.temperature"),
+        (
+            SampleRequest,
+            '"target_prompt_logprobs": {"data": [true], "dtype": "int64"}',
+            r"target_prompt_logprobs\.data",
+        ),
         (SampleRequest, '"sampling_params": {"stop": [true]}', "sampling_params.stop"),
         (SampleRequest, '"prompt": {"chunks": [{"type": "encoded_text", "tokens": [true]}]}', "prompt.chunks"),
         (OptimStepRequest, '"adam_params": {"learning_rate": true}', "adam_params.learning_rate"),
@@ -444,6 +451,25 @@ def test_in_the_protocol_nothing_is_taken_for_a_value_of_another_type(
     body = f"{json.dumps(needed[model])[:-1]}, {given}}}".encode()
     with pytest.raises(Malformed, match=f"^{field}"):
         parse_json(body, model)
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [("1e39", "float32"), ("0.5", "int64"), ("1e19", "int64"), ("true", "int64")]
+)
+def test_a_number_of_a_tensor_stays_what_it_is(value: str, dtype: str) -> None:
+    """1e39 became infinite."""
+    inputs = f'{{"weights": {{"data": [{value}], "dtype": "{dtype}"}}}}'
+    datum = f'{{"model_input": {{"chunks": []}}, "loss_fn_inputs": {inputs}}}'
+    given = f'{{"data": [{datum}], "loss_fn": "cross_entropy"}}'
+    with pytest.raises(Malformed, match=r"data\.0\.loss_fn_inputs\.weights"):
+        train_body(f'{{"model_id": "m", "seq_id": 1, "forward_backward_input": {given}}}'.encode(), False)
+
+
+@pytest.mark.parametrize("rate", [True, "0.1", None])
+def test_other_optimizers_are_told_numbers(rate: Any) -> None:
+    step = OptimStepRequest(model_id="m", optimizer_params={"type": "dimuon", "learning_rate": rate})
+    with pytest.raises(Malformed, match=r"^optimizer_params: learning_rate"):
+        check_step(step, "dimuon")
 
 
 def test_a_whole_number_is_a_number() -> None:

@@ -161,7 +161,9 @@ class TensorData:
         serialization = core_schema.plain_serializer_function_ser_schema(cls.to_json, when_used="json")
         return core_schema.chain_schema(
             [
-                core_schema.union_schema([core_schema.is_instance_schema(cls), _json_schema()]),
+                core_schema.json_or_python_schema(
+                    _json_schema(), core_schema.union_schema([core_schema.is_instance_schema(cls), _json_schema()])
+                ),
                 core_schema.no_info_plain_validator_function(functools.partial(_from_json, cls)),
             ],
             serialization=serialization,

@@ -212,6 +212,14 @@ class Teacher(Pupil):
         return [-(token % 7) / 8 for token in tokens]
 
 
+@pytest.mark.parametrize("said", [None, "It is 8.", ["It is 8."], {"role": "system", "content": "It is 8."}])
+def test_a_hint_that_is_no_list_of_messages_is_named(said: Any) -> None:
+    env = rl.prompts([PROMPT], max_tokens=8)
+    run, more = cast(Any, Pupil(["8"], ())), {"steps": 1, "groups": rl.Groups(1, 1), "sinks": []}
+    with pytest.raises(TypeError, match=r"^hint must return a list of messages, got"):
+        rl.distill(run, env, cast(Any, Teacher()), hint=cast(Any, lambda task: said), **cast(Any, more))
+
+
 @pytest.mark.parametrize("hint", [None, "It is 8."])
 @pytest.mark.parametrize("reads", ["advantages", "ref"])
 def test_a_teachers_opinion_of_each_drawn_token_is_its_advantage(hint: str | None, reads: str) -> None:
