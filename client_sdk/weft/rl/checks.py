@@ -9,6 +9,8 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from weft.wire.base import MIN_SEED
 
 R = TypeVar("R")
@@ -32,7 +34,7 @@ def count(name: str, value: Any, least: int = 1) -> None:
 def number(name: str, value: Any, least: float = 0.0, *, above: bool = False, most: float = math.inf) -> None:
     """Raise ValueError unless `value` is a number (else TypeError) from `least` to `most`; with `above`, more than
     `least`. NaN is refused."""
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+    if isinstance(value, bool | np.bool_ | str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {value!r:.80}")
     if not least <= float(value) <= most or (above and float(value) == least):
         bound = f"above {least:g}" if above else f"at least {least:g}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from weft import rl
 from weft.rl.chat.purse import BudgetSpent, Purse
@@ -152,6 +153,9 @@ LOUD: list[tuple[Any, str, list[Any]]] = [
     (partial(rl.prompts, ["?"]), "expected", [500]),
     (partial(rl.prompts, ["?"]), "advantage", ["grpo"]),
     (partial(rl.function, tasks=["?"]), "solve", [None, 1.0]),
+    (rl.constant, "rate", [True, np.True_, "1", None]),
+    (partial(rl.lengths.overlong, 10), "tail", [True, "1", None, 0, 0.5, float("nan")]),
+    (rl.lengths.short_and_right, "by", [1.0, None]),
     (rl.Evaluation, "env", [None, ["?"]]),
     (partial(rl.Evaluation, PROMPTS), "sampling", [{}, 0.5]),
 ]
@@ -163,6 +167,20 @@ LOUD: list[tuple[Any, str, list[Any]]] = [
 def test_a_value_of_another_kind_is_named_where_it_is_given(make: Any, name: str, value: Any) -> None:
     """Later, rollouts have been paid for; and "no" would count as True."""
     with pytest.raises((TypeError, ValueError), match=rf"^{name} must be "):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("value", [True, np.True_, "1", None, -1, float("nan")])
+@pytest.mark.parametrize(
+    ("make", "name", "setting"),
+    [
+        (rl.losses.ppo, "low", "clip_low_threshold"),
+        (rl.losses.cispo, "high", "clip_high_threshold"),
+        (rl.losses.dro, "beta", "beta"),
+    ],
+)
+def test_settings_of_the_servers_losses_are_numbers(make: Any, name: str, setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"loss_fn_config '{setting}' must be a finite number >= 0, got "):
         make(**{name: value})
 
 

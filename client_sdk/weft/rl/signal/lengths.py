@@ -51,6 +51,7 @@ def short_and_right(by: Callable[[Size], float] = lambda size: size.drawn) -> Pe
     """The best earn more when they are cheap: s (1 + b), b = 1 - cost / mean cost of the best, within [0, 1].
 
     prime-rl's penalty of May 2026."""
+    checks.function("by", by, "lambda size: size.drawn")
 
     def penalty(rewards: Sequence[float], sizes: Sequence[Size]) -> list[float]:
         best = max(rewards)
@@ -66,7 +67,9 @@ def short_and_right(by: Callable[[Size], float] = lambda size: size.drawn) -> Pe
 
 def overlong(limit: int, tail: int) -> Penalty:
     """A penalty of 0 up to limit - tail drawn tokens, which then falls to -1 at the limit (DAPO, arXiv 2503.14476)."""
-    if not 0 < tail <= limit:
+    checks.count("limit", limit)
+    checks.count("tail", tail)
+    if tail > limit:
         raise ValueError(f"tail must be within 1 and the limit of {limit}, got {tail}")
 
     def penalty(rewards: Sequence[float], sizes: Sequence[Size]) -> list[float]:

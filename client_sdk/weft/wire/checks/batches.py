@@ -133,7 +133,7 @@ def config_problems(loss_fn: str, loss: LossLimits, config: Mapping[str, float |
 def _bounds(value: Any) -> bool:
     """True if the value is a number that a setting may have: finite and not negative. Its type has not been checked
     yet."""
-    return not isinstance(value, str) and hasattr(value, "__float__") and 0 <= float(value) < math.inf
+    return not isinstance(value, str | bool | np.bool_) and hasattr(value, "__float__") and 0 <= float(value) < math.inf
 
 
 _NONE: Array = np.zeros(0, np.int64)
