@@ -87,6 +87,7 @@ class SampleLink:
         self._missed = threading.Event()  # set after a gap, in which messages may have been missed
         self._models: list[str] = []
         self._free = self._yields = 0
+        self._counted_on = False  # whether the queue knows of free slots
         self._looked = self._beaten = 0.0
         self._draining = False
         self._lock = threading.Lock()
@@ -155,7 +156,10 @@ class SampleLink:
 
     def _take(self) -> SampleWork | None:
         now = time.monotonic()
-        if not (self._free > 0 or self._yields > 0) or self._draining:
+        if self._draining:
+            self._free = self._yields = 0
+        if not (self._free > 0 or self._yields > 0):
+            self._withdraw()
             return None
         if now - self._looked < (LOOK_EVERY_S if self._free > 0 else LOOK_FULL_S):
             return None
@@ -173,7 +177,16 @@ class SampleLink:
                 self._free -= op.num_samples
             else:
                 self._yields -= op.num_samples
+        self._counted_on = self._free > 0
         return SampleWork(ops) if ops else None
+
+    def _withdraw(self) -> None:
+        """Tell the queue that no slot is free any more: while it knows of one, full generators take no newcomers."""
+        if self._counted_on:
+            self._renew()
+            with self._lock:
+                self._queue.lease(self.name, self._models, 0, LEASE_S, most=0)
+                self._counted_on = False
 
     def _newest(self, ops: list[SampleOp]) -> list[SampleOp]:
         """Give samples the newest policy: it may have moved while they waited. Leased samples must be handed over, so
@@ -273,6 +286,7 @@ class SampleLink:
                 # samples that others decline may wait for this worker
                 if self._models and not (self._epochs or self._draining):
                     self._queue.lease(self.name, self._models, max(0, self._free), LEASE_S, most=0)
+                    self._counted_on = self._free > 0
 
     def _renew(self) -> None:
         """Give a sign of life. If it comes too late, cancel the samples that were lost."""

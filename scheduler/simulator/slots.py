@@ -104,8 +104,9 @@ class Slots:
         return ended
 
     def _count_yields(self) -> None:
-        over = self._rows.total() - sum(rows > 0 for rows in self._rows.values()) if self._yields else 0
-        self.offer.yields = max(0, min(over, self._cluster.slots - len(self._aside)) - len(self._behind))
+        tenants = (+self._rows).keys() | {job.tenant for _, job in self._behind}
+        over = self._rows.total() - len(tenants) if self._yields else 0
+        self.offer.yields = max(0, min(over, self._cluster.slots - len(self._aside)))
 
     def _make_room(self, tenant: str) -> bool:
         """Set the youngest sequence aside of the tenant that has most slots, if that is at least two more."""

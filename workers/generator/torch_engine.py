@@ -141,7 +141,7 @@ class TorchEngine:
 
     @property
     def yields(self) -> int:
-        return max(0, self._seating.yields - self._open.waiting)
+        return self._seating.yields_beside({progress.request.tenant for progress in self._queue})
 
     @property
     def busy(self) -> bool:

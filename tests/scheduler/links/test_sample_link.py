@@ -138,6 +138,24 @@ def test_a_drained_generator_takes_nothing_more(url: str, sample_link: SampleLin
     queue.close()
 
 
+@pytest.mark.parametrize("why", ["draining", "short of memory"])
+def test_nobody_waits_for_slots_that_a_generator_offers_no_more(url: str, sample_link: SampleLink, why: str) -> None:
+    """A full generator takes newcomers unless another has slots free."""
+    queue = RedisQueue(url)
+    sample_link.send(PullSamples(["m"], 4))
+    push(queue, "a")
+    assert sample_link.recv(1) is not None
+    push(queue, "b", org="new")
+    assert queue.lease("full", ["m"], 0, 60, yields=1) == []
+    if why == "draining":
+        sample_link.drain()
+    else:
+        sample_link.send(PullSamples(["m"], 0))
+    assert sample_link.recv(0) is None
+    assert [lease.id for lease in queue.lease("full", ["m"], 0, 60, yields=1)] == ["b"]
+    queue.close()
+
+
 def test_what_a_generator_lost_is_cancelled_and_its_answer_dropped(
     url: str, sample_link: SampleLink, blobs: FolderBlobs
 ) -> None:

@@ -222,6 +222,21 @@ def test_a_tenant_without_rows_takes_one_of_whoever_has_most(decoder: Decoder, m
         assert same(finished[request.id], run(make(decoder), request)[request.id])
 
 
+@pytest.mark.parametrize("tenant", ["flood", "other"])
+def test_a_large_group_that_waits_leaves_room_for_tenants_without_rows(decoder: Decoder, tenant: str) -> None:
+    """Whether of the tenant that has most rows, with a lower priority, or of another, which has its part of them."""
+    engine = make(decoder, slots=8)
+    flood(engine, 8, priority=1)
+    engine.step()
+    engine.add(ask("group", 10, LONG, num_samples=16, tenant=tenant))
+    assert engine.yields > 0
+    engine.step()
+    assert engine.stats().waiting >= 12
+    assert engine.yields > 0
+    engine.add(ask("new", 10, replace(LONG, max_tokens=2), tenant="new"))
+    assert [finished.id for finished in engine.step()] == ["new"]
+
+
 def test_tenants_end_with_equally_many_rows_and_nobody_swaps_places_for_ever(decoder: Decoder) -> None:
     engine = make(decoder, slots=8)
     flood(engine, 8)

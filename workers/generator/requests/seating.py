@@ -66,10 +66,10 @@ class Seating:
     def aside(self) -> int:
         return len(self._paused) + len(self._out)
 
-    @property
-    def yields(self) -> int:
-        """How many rows tenants have beyond one each, less those from which a sequence was set aside already."""
-        return max(0, min(self.seated - len(self._rows), self.rows - self.aside))
+    def yields_beside(self, waiting: Collection[str]) -> int:
+        """How many rows tenants have beyond one each, if each of those `waiting` gets one, too; no more than may still
+        be set aside."""
+        return max(0, min(self.seated - len(self._rows.keys() | waiting), self.rows - self.aside))
 
     @property
     def pages_each(self) -> int:
