@@ -68,7 +68,8 @@ class Seating:
 
     @property
     def yields(self) -> int:
-        """How many rows tenants have beyond one each, less those from which a sequence was set aside already."""
+        """How many rows tenants have beyond one each; no more than may still be set aside, which are as many as there
+        are rows."""
         return max(0, min(self.seated - len(self._rows), self.rows - self.aside))
 
     @property
