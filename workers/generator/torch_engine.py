@@ -141,7 +141,9 @@ class TorchEngine:
 
     @property
     def yields(self) -> int:
-        return max(0, self._seating.yields - self._open.waiting)
+        seating, here = self._seating, self._open.here.values()
+        waiting = sum(each.unstarted for each in here if seating.makes_way_for(each.request.tenant))
+        return max(0, seating.yields - waiting)
 
     @property
     def busy(self) -> bool:

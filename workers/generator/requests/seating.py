@@ -90,6 +90,10 @@ class Seating:
     def rows_of(self, tenant: str) -> int:
         return self._rows[tenant]
 
+    def makes_way_for(self, tenant: str) -> bool:
+        """Whether another tenant's sequence may be set aside for one of this tenant."""
+        return max(self._rows.values(), default=0) >= self._rows[tenant] + 2
+
     def seat(self, sequence: SequenceProgress) -> bool:
         """Give a request's first sequence a row and pages for the prompt, setting others aside if necessary."""
         start, tokens = sequence.owner.computed, len(sequence.owner.request.prompt)
