@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 from weft.version import __version__
 
-from api.commands.places import Place, refuse, say_as, settings_of, where
+from api.commands.places import Place, code_of, refuse, say_as, settings_of, where
 from workers.leave import let_go
 
 #: By command: the module, and the text in `weftd --help`. Only the module of the command that runs is imported: a
@@ -134,7 +134,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}")
+        refuse(f"{error.filename or 'the output cannot be written'}: {error.strerror}", code_of(error))
     finally:
         let_go()
 

@@ -99,7 +99,7 @@ def database_of(place: Place, may_be_new: bool = False) -> Iterator[Database]:
         refuse(error)
     except OperationalError as error:  # a disk or server that accepts nothing, or nothing from this user
         says = f"the database of {settings.data_dir} does not do it: {logs.in_a_line(error)}"
-        refuse(says, 1 if settings.database_url else 2)
+        refuse(says, 1 if settings.database_url else code_of(error))
     except Unsure as error:
         refuse(
             f"the database of {settings.data_dir} was lost while it did it, and may or may not have done it: look "
@@ -122,9 +122,15 @@ def blobs_to_change(settings: Settings, database: Database) -> Blobs:
         refuse(error)
 
 
-def refuse(why: str | Exception, code: int = 2) -> NoReturn:
-    """End the command with one line for the operator, and the exit code, which an error may have itself: 2 is for
-    their mistakes, 1 for what may go well later."""
+def refuse(why: str | Exception, code: int | None = None) -> NoReturn:
+    """End the command with one line for the operator, and the exit code; without one, that of the error, 2 for text."""
     with suppress(OSError):
         click.echo(f"weftd: {why}", err=True)
-    sys.exit(getattr(why, "exit_code", code))
+    sys.exit(code_of(why) if code is None else code)
+
+
+def code_of(why: str | Exception) -> int:
+    """The exit code for an error: 2 for a mistake of the operator, 1 for what may go well later."""
+    from store.blobs.room import may_pass
+
+    return getattr(why, "exit_code", 1 if isinstance(why, Exception) and may_pass(why) else 2)

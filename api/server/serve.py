@@ -29,6 +29,7 @@ from api.server.workers.worker_programs import embedded_workers, new_nursery
 from billing.prices import PriceList, load_prices
 from store import logs, tracing
 from store.blobs.contract import StoreAway
+from store.blobs.room import NoRoom, Room, may_pass
 from store.people.oidc_settings import OidcError, OidcSettings, client_secret
 from store.settings import Settings, SettingsError, Unreachable
 from workers.model.card import ModelCard, read_card
@@ -60,10 +61,6 @@ class Away(CannotServe):
     """It cannot start now: what it needs is away, in use or full, and may not be later."""
 
     exit_code = 1
-
-
-#: Errors of folders that may pass: no room, or a disk that does not answer.
-_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
 
 
 @contextmanager
@@ -124,7 +121,6 @@ def _serve(
     from billing.metering.charges import check_prices
     from billing.money.wallets import set_default
     from store.blobs.opening import blobs_of
-    from store.blobs.room import NoRoom, Room
 
     gc.freeze()
     gc.enable()
@@ -200,7 +196,7 @@ def read_cards(models: Mapping[str, Path]) -> dict[str, ModelCard]:
 
 def _unusable_folder(data_dir: Path, error: OSError) -> CannotServe:
     remedy = "name a folder that weftd may make and write to, on a disk with room"
-    kind = Away if error.errno in _PASSING else CannotServe
+    kind = Away if may_pass(error) else CannotServe
     return kind(f"cannot use the data folder {data_dir}: {error.strerror}: {remedy}")
 
 

@@ -10,8 +10,8 @@ def amount_nusd(tokens: int, uusd_per_mtok: int) -> int:
 
 def usd(amount_nusd: int) -> str:
     """Dollars, exactly: 1_234_500_000 is "1.234500000"."""
-    dollars, rest = divmod(abs(amount_nusd), 10**9)
-    return f"{'-' if amount_nusd < 0 else ''}{dollars}.{rest:09d}"
+    whole, rest = divmod(abs(amount_nusd), 10**9)
+    return f"{'-' if amount_nusd < 0 else ''}{whole}.{rest:09d}"
 
 
 def dollars(amount_nusd: int) -> str:

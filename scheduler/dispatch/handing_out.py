@@ -31,7 +31,8 @@ class Offer:
 
     @property
     def fullness(self) -> float:
-        return fullness(self.free, self.busy + self.free)
+        slots = self.busy + self.free  # none: all has ended, and what is free now is not told yet
+        return fullness(self.free, slots) if slots else 1.0
 
     @property
     def open(self) -> bool:

@@ -168,6 +168,7 @@ class SampleDesk:
             if self._drop(generator, message.op_id) is not None:
                 self._journal.finish(message)
                 self._queue.forget(message.op_id)
+                self.wake()  # the next of its flow may be a newcomer, for whom a full generator makes way
         elif isinstance(message, Drawn):
             if message.op_id in generator.held:
                 self._journal.streams.hear(message)

@@ -3,7 +3,7 @@
 -- are milliseconds, "" for the present one of this Redis. The constants are the contract's.
 --   i:<id>    hash: path, weights, cost, slots, adapter, body, op, attempts; worker, epoch and at while it is
 --             leased; aside while it is set aside; done once answered
---   served    hash: by flow (a path without its lane), how many of its items are leased
+--   flows     hash: by flow (a path without its lane), how many of its items are leased
 --   d:<id>    hash: the workers that have declined an item, and why
 --   a:<model> list: ids of items that are set aside for other workers; asides the set of these models
 --   t:<model> hash: until when such an item is left to one worker, and to which, by id
@@ -64,8 +64,8 @@ local function flow_of(path) return string.match(path, "^(.*)" .. SEP) or "" end
 local function let_go(id, path, worker)
   redis.call("SREM", key("h", worker), id)
   redis.call("HDEL", key("i", id), "worker", "epoch")
-  if redis.call("HINCRBY", P .. "served", flow_of(path), -1) < 1 then
-    redis.call("HDEL", P .. "served", flow_of(path))
+  if redis.call("HINCRBY", P .. "flows", flow_of(path), -1) < 1 then
+    redis.call("HDEL", P .. "flows", flow_of(path))
   end
 end
 
@@ -192,7 +192,7 @@ local function take(worker, now, id)
   local item, of_lease = item_of(id), next_epoch()
   redis.call("HSET", key("i", id), "worker", worker, "epoch", of_lease, "at", now)
   redis.call("SADD", key("h", worker), id)
-  redis.call("HINCRBY", P .. "served", flow_of(item.path), 1)
+  redis.call("HINCRBY", P .. "flows", flow_of(item.path), 1)
   if item.adapter and item.adapter ~= "" then hold(worker, item.adapter, of_lease) end
   return {id, item.path, item.body, of_lease}, item.slots
 end
@@ -244,7 +244,7 @@ end
 local function newcomer(worker, models)
   local model = fairest(models)
   if not model then return end
-  if redis.call("HEXISTS", P .. "served", flow_of(next_path(model))) == 1 then return end
+  if redis.call("HEXISTS", P .. "flows", flow_of(next_path(model))) == 1 then return end
   for other, room in pairs(others_than(worker).room) do
     if other ~= worker and room > 0 and serves(other, model) then return end
   end

@@ -54,7 +54,7 @@ class LocalQueue:
         self._items: dict[str, _Held] = {}
         self._hands: defaultdict[str, dict[str, _Held]] = defaultdict(dict)  # by worker: the items that it holds
         self._busy: Counter[str] = Counter()  # by worker: the slots of these
-        self._served: Counter[Path] = Counter()  # by flow: how many of its items are in workers' hands
+        self._flows: Counter[Path] = Counter()  # how many items of each are in workers' hands
         self._expected = 0
         self._roster = Roster()
         self._aside: defaultdict[str, dict[str, None]] = defaultdict(dict)  # by model: items set aside, in order
@@ -122,7 +122,7 @@ class LocalQueue:
         held.worker, held.epoch, held.leased_at = worker, self._epochs, self._clock()
         self._hands[worker][held.item.id] = held
         self._busy[worker] += held.slots
-        self._served[flow_of(held.item.path)] += 1
+        self._flows[flow_of(held.item.path)] += 1
         self._roster.holds(worker, held.item.adapter)
         self._roster.fills(worker, held.slots)
         return Lease(held.item.id, held.item.path, held.item.body, held.epoch)
@@ -148,7 +148,7 @@ class LocalQueue:
         """The next item in order, if a full worker should have it."""
         fairest = self._fairest(models)
         path = self._tree.next((fairest,)) if fairest is not None else None
-        if path is None or self._served[flow_of(path)] or self._roster.has_room(path[0], worker):
+        if path is None or self._flows[flow_of(path)] or self._roster.has_room(path[0], worker):
             return None
         return self._items[self._tree.take(path, 1)]
 
@@ -247,9 +247,9 @@ class LocalQueue:
             del self._hands[held.worker][held.item.id]
             self._busy[held.worker] -= held.slots
             flow = flow_of(held.item.path)
-            self._served[flow] -= 1
-            if not self._served[flow]:
-                del self._served[flow]
+            self._flows[flow] -= 1
+            if not self._flows[flow]:
+                del self._flows[flow]
             held.worker = None
 
     def _release(self, worker: str, expired: Expired) -> None:

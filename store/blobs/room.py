@@ -80,6 +80,15 @@ _DATABASES_SAY = {
     "disk I/O error": "the server's disk does not answer (disk I/O error)",
 }
 _NO_ANSWER = "the server's database does not answer"
+#: Errors of files that may pass: no room, or a disk that does not answer.
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a disk, or a database in a file, may do it later: it was full, in use, or did not answer."""
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    return any(words in str(error) for words in ("disk is full", "disk I/O error", "database is locked"))
 
 
 def what_failed(error: BaseException) -> str:

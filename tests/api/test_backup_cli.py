@@ -217,13 +217,13 @@ def test_without_room_nothing_is_left_and_it_is_said_where(
             (run("backup", two, "--data-dir", tmp_path), f"{two}.partial"),
             (run("restore", backup, "--data-dir", new), new),
         ):
-            assert said.exit_code == 2
+            assert said.exit_code == 1
             remedy = "name a folder that weftd may read and write, on a disk with room"
             assert said.stderr == f"weftd: {place}: No space left on device: {remedy}\n"
     with monkeypatch.context() as patched:
         patched.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Full))
         said = run("backup", two, "--data-dir", tmp_path)
-        assert said.exit_code == 2
+        assert said.exit_code == 1
         where = f"{tmp_path / 'weft.db'} cannot be copied to {two}.partial/weft.db"
         assert said.stderr == f"weftd: {where}: database or disk is full\n"
     assert not list(tmp_path.glob("*.partial"))

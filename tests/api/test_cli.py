@@ -107,7 +107,7 @@ def test_help_that_finds_no_room_is_one_line(
 
     monkeypatch.setattr(click.decorators, "echo", full)
     monkeypatch.setattr(sys, "argv", ["weftd", "--help"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="1"):
         main()
     assert capsys.readouterr().err == "weftd: the output cannot be written: No space left on device\n"
 
@@ -117,13 +117,15 @@ def test_a_folder_without_a_model_is_named_once(tmp_path: Path) -> None:
     assert (done.exit_code, done.output.count(str(tmp_path))) == (2, 1)
 
 
-@pytest.mark.parametrize(("argument", "output"), [("--version", "stdout"), ("--no-such", "stderr")])
-def test_an_output_that_finds_no_room_has_its_exit_code_at_the_end_of_the_process(argument: str, output: str) -> None:
+@pytest.mark.parametrize(("argument", "output", "code"), [("--version", "stdout", 1), ("--no-such", "stderr", 2)])
+def test_an_output_that_finds_no_room_has_its_exit_code_at_the_end_of_the_process(
+    argument: str, output: str, code: int
+) -> None:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "api.cli", argument]
         done = subprocess.run(command, **(pipes | {output: full}), text=True, check=False)  # type: ignore[call-overload]
-    assert (done.returncode, (done.stderr or "\n").count("\n")) == (2, 1)
+    assert (done.returncode, (done.stderr or "\n").count("\n")) == (code, 1)
 
 
 @pytest.mark.parametrize("output", ["stdout", "stderr"])

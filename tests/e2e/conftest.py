@@ -19,6 +19,7 @@ import weft
 from store.database.db import Database
 from tests.forked import Forked, run_forked
 from tests.keys import create_key
+from tests.servers import OwnRedis
 from tests.waiting import until
 
 # Before the official SDK is imported: it shall fetch nothing and report nothing.
@@ -158,3 +159,10 @@ def official(weftd: Weftd) -> Callable[..., Any]:
     import tinker
 
     return lambda organisation="acme": tinker.ServiceClient(base_url=weftd.url, api_key=weftd.key(organisation))
+
+
+@pytest.fixture
+def own_redis() -> Iterator[OwnRedis]:
+    own = OwnRedis()
+    yield own
+    own.stop()

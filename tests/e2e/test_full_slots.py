@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,18 +17,12 @@ from tests.e2e.conftest import BASE_MODEL
 from tests.e2e.data import prompt
 from tests.e2e.production import Production, production_of
 from tests.servers import OwnRedis, PostgresServer
+from tests.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 SLOTS = 4  # of the production's generators
 LONG = 1200
 PATIENCE_S = 240
-
-
-@pytest.fixture
-def own_redis() -> Iterator[OwnRedis]:
-    own = OwnRedis()
-    yield own
-    own.stop()
 
 
 @pytest.fixture
@@ -64,8 +57,7 @@ def test_a_newcomer_is_answered_while_long_sequences_hold_every_slot(
 
     alone = ask(flood, LONG, 0).result(PATIENCE_S)
     futures = [ask(flood, LONG, seed) for seed in range(SLOTS + 2)]
-    while in_hand(own_redis) < SLOTS:
-        time.sleep(0.05)
+    until(lambda: in_hand(own_redis) >= SLOTS, PATIENCE_S)
     for seed in range(3):
         ask(late, 5, seed).result(PATIENCE_S)
     assert not any(future.done() for future in futures)

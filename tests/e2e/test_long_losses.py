@@ -16,7 +16,7 @@ from tests.e2e.conftest import BASE_MODEL, Weftd
 from tests.e2e.data import supervised
 from tests.e2e.production import Production
 from tests.e2e.test_crashes import client, fingerprint, train
-from tests.e2e.test_production import own_redis, own_store, production  # noqa: F401
+from tests.e2e.test_production import own_store, production  # noqa: F401
 from tests.waiting import until
 
 pytestmark = pytest.mark.server

@@ -35,13 +35,6 @@ PATIENCE_S = 240
 
 
 @pytest.fixture
-def own_redis() -> Iterator[OwnRedis]:
-    own = OwnRedis()
-    yield own
-    own.stop()
-
-
-@pytest.fixture
 def own_store(tmp_path: Path) -> Iterator[OwnStore]:
     own = OwnStore(tmp_path / "objects")
     yield own

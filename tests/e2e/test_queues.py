@@ -20,6 +20,7 @@ from weft import types
 from store.database.db import Database
 from store.tables import Operation, Organisation
 from tests.e2e.conftest import BASE_MODEL, BIN, Weftd
+from tests.waiting import until
 
 pytestmark = pytest.mark.server
 SLOTS = 4
@@ -120,10 +121,7 @@ def test_slots_that_long_sequences_hold_are_shared_at_once(
     flood, late = sampler_of(weftd, "long" if who == "alone" else who, priority), sampler_of(weftd, who)
     ask(late, 1).result()
     futures = [ask(flood, 1900, seed).future() for seed in range(2 * SLOTS)]
-    for _ in range(600):
-        if stats(weftd)["queue"]["running"] >= SLOTS:
-            break
-        threading.Event().wait(0.05)
+    until(lambda: stats(weftd)["queue"]["running"] >= SLOTS)
     for _ in range(3):
         ask(late, 5).result()
     assert not any(future.done() for future in futures)

@@ -84,13 +84,6 @@ def receiver() -> Iterator[Receiver]:
     found.shutdown()
 
 
-@pytest.fixture
-def own_redis() -> Iterator[OwnRedis]:
-    own = OwnRedis()
-    yield own
-    own.stop()
-
-
 def traced(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds between two messages

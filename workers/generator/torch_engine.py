@@ -1,9 +1,9 @@
 """TorchEngine: continuous batching of our own decoder over a paged KV cache.
 
 Each step first installs the adapters that have been read meanwhile (`adapters`), then seats waiting sequences
-(`seating`), then prefills queued requests in order (up to a budget of prompt tokens, so
-that running sequences never wait long; longer prompts in pieces), then advances every running sequence by one token, or
-by more where drafts come true (`drafts`).
+(`seating`), then prefills queued requests in order (up to a budget of prompt tokens, so that running sequences never
+wait long; longer prompts in pieces), then advances every running sequence by one token, or by more where drafts come
+true (`drafts`).
 Sequences join and leave between steps. Prompts that begin as an earlier one did, with the same weights, reuse its keys
 and values.
 

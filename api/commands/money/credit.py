@@ -229,7 +229,7 @@ def mode(place: Place, org: str, mode: Mode, overdraft_nusd: int) -> None:
 
 
 def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
-    from stripe import StripeError
+    from stripe import APIConnectionError, StripeError
 
     from billing.payments.client import stripe_client
     from billing.payments.customers import enrol
@@ -239,12 +239,13 @@ def _enrol(database: Database, payments: PaymentsSettings, org: str) -> None:
     try:
         enrol(stripe_client(payments), database, org_id, payments.price_ids, datetime.now(UTC))
     except SettingsError as error:
-        refuse(str(error))
+        refuse(error)
     except StripeError as error:
-        raise click.ClickException(
+        refuse(
             f"{org} could not be made a customer at Stripe ({type(error).__name__}: {error}): its mode is what it was; "
-            "try again"
-        ) from None
+            "try again",
+            1 if isinstance(error, APIConnectionError) else 2,
+        )
 
 
 @billing.command()

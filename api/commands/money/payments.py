@@ -28,7 +28,8 @@ def setup(place: Place) -> None:
     try:
         prices = set_up(stripe_client(settings.payments))
     except SettingsError as error:
-        refuse(str(error))
+        refuse(error)
     except stripe.StripeError as error:
-        refuse(f"Stripe refuses: {type(error).__name__}: {error.user_message or 'no answer'}")
+        away = isinstance(error, stripe.APIConnectionError)
+        refuse(f"Stripe refuses: {type(error).__name__}: {error.user_message or 'no answer'}", 1 if away else 2)
     click.echo(f"price_ids = {json.dumps(list(prices))}")

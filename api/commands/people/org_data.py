@@ -20,7 +20,7 @@ from sqlalchemy import delete as delete_rows, func, or_, select
 from sqlalchemy.orm import Session
 
 from api.commands.changes import change, organisation
-from api.commands.places import Place, blobs_to_change, database_of, refuse, settings_of, where
+from api.commands.places import Place, blobs_to_change, code_of, database_of, refuse, settings_of, where
 from api.http.archives import archive_ref
 from billing.metering import storage
 from scheduler.journal.ending.outcomes import payload_of
@@ -61,7 +61,7 @@ def export(place: Place, name: str, target: Path) -> None:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        refuse(f"cannot write to {partial}: {error.strerror}")
+        refuse(f"cannot write to {partial}: {error.strerror}", code_of(error))
     try:
         with database_of(place) as database, database.read() as session:
             rows, missing = _export_rows_and_files(session, settings, name, partial)
@@ -69,7 +69,7 @@ def export(place: Place, name: str, target: Path) -> None:
         write_sums(partial, {file: digest_of(partial / file) for file in files})
         partial.rename(target)
     except OSError as error:
-        refuse(f"nothing was exported: {error}")
+        refuse(f"nothing was exported: {error}", code_of(error))
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     click.echo(f"{target}\t{rows} rows\t{len(files)} files\t{missing} that are not kept any more")

@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 from weft.version import __version__
 
-from api.commands.places import Place, refuse, settings_of, where
+from api.commands.places import Place, code_of, refuse, settings_of, where
 from store.backup.databases import file_name, is_empty, opened, put_back, rows_of, saved
 from store.backup.files import RESTORING, BadBackup, copy_checked, copy_new, digest_of, read_sums, write_sums
 from store.logs import in_a_line
@@ -257,6 +257,6 @@ def _told(work: Callable[[], T], place: Path) -> T:
         if not error.errno:  # an error of the object store, whose text says what to do
             refuse(error)
         what = f"{error.filename or place}: {error.strerror}"
-        refuse(f"{what}: name a folder that weftd may read and write, on a disk with room")
+        refuse(f"{what}: name a folder that weftd may read and write, on a disk with room", code_of(error))
     except SQLAlchemyError as error:
         refuse(in_a_line(error), 1 if isinstance(error, OperationalError) else 2)

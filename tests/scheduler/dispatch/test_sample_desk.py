@@ -243,6 +243,22 @@ def test_an_offer_that_was_taken_back_holds_nobody_up(folder: Path) -> None:
     go(scenario())
 
 
+def test_a_full_generator_gets_the_next_newcomer_when_the_first_has_ended(folder: Path) -> None:
+    """No slot comes free by that, which would be offered: what was set aside takes it."""
+
+    async def scenario() -> None:
+        service = Service(folder)
+        async with service.worker(service.generator) as link:
+            link.send(PullSamples(["m"], 0, 4))
+            first, second = [await service.journal.accept(sample(number)) for number in range(2)]
+            work = await heard(link)
+            assert [o.op_id for o in work.ops] == [first]
+            finish(link, work)
+            assert [o.op_id for o in (await heard(link)).ops] == [second]
+
+    go(scenario())
+
+
 def test_what_only_a_generator_that_left_could_serve_fails_with_the_others_reasons(folder: Path) -> None:
     async def scenario() -> None:
         service = Service(folder)

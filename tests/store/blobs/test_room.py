@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sqlite3
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from store.blobs.room import NoRoom, Room, what_failed
+from store.blobs.room import NoRoom, Room, may_pass, what_failed
 
 MIB = 1 << 20
 
@@ -83,3 +84,20 @@ def test_there_is_room_again_when_the_disk_says_so(
 )
 def test_what_failed_is_said_in_words(error: Exception, said: str) -> None:
     assert what_failed(error) == said
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.ENOSPC, "x"), True),
+        (OSError(errno.EIO, "x"), True),
+        (PermissionError(errno.EACCES, "x"), False),
+        (sqlite3.OperationalError("database or disk is full"), True),
+        (sqlite3.OperationalError("database is locked"), True),
+        (sqlite3.OperationalError("attempt to write a readonly database"), False),
+        (sqlite3.OperationalError("no such table: runs"), False),
+    ],
+    ids=str,
+)
+def test_what_may_go_well_later(error: Exception, passes: bool) -> None:
+    assert may_pass(error) is passes

@@ -297,6 +297,14 @@ def test_crowds_of_tenants_change_no_bit_and_all_end(decoder: Decoder, adapters:
     assert engine.stats().kv_tokens_used == 0
 
 
+def test_what_waits_and_may_set_nobody_aside_keeps_no_newcomer_out(decoder: Decoder) -> None:
+    """More came than there were slots: offers cross what is handed out."""
+    engine = make(decoder, slots=4)
+    flood(engine, 8)
+    engine.step()
+    assert (engine.free_slots, engine.yields) == (0, 3)
+
+
 def test_what_is_paused_can_be_cancelled(decoder: Decoder) -> None:
     engine = make(decoder, slots=2)
     flood(engine, 2)

@@ -39,9 +39,10 @@ class PrefillQueue:
     def add(self, progress: RequestProgress) -> None:
         waiting, tenant = self._waiting, progress.request.tenant
         waiting.append(progress)
-        places = [place for place, each in enumerate(waiting) if each.request.tenant == tenant]
-        for place, each in zip(places, sorted((waiting[place] for place in places), key=_place), strict=True):
-            waiting[place] = each
+        spots = [spot for spot, each in enumerate(waiting) if each.request.tenant == tenant]
+        ordered = sorted((waiting[spot] for spot in spots), key=lambda each: each.place)
+        for spot, each in zip(spots, ordered, strict=True):
+            waiting[spot] = each
 
     def discard(self, progress: RequestProgress) -> None:
         """Take a request out: its prompt is computed, or never will be."""
@@ -119,7 +120,3 @@ class PrefillQueue:
         self._waiting.remove(progress)
         self._begun.append(progress)
         return True
-
-
-def _place(progress: RequestProgress) -> tuple[int, int]:
-    return progress.place
