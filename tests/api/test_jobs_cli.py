@@ -113,7 +113,7 @@ def test_who_is_made_postpaid_is_a_customer_or_stays_what_he_was(tmp_path: Path,
 
     assert _weftd(tmp_path, "key", "create", "--org", "acme").exit_code == 0
     refused = mode(key="sk_test_wrong")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "its mode is what it was" in refused.stderr
     with sqlite3.connect(tmp_path / "weft.db") as database:
         assert database.execute("SELECT 1 FROM wallets WHERE mode = 'postpaid'").fetchall() == []

@@ -95,11 +95,17 @@ WRONG: list[tuple[Wrong, str]] = [
     (lambda _, sampler: sampler.compute_logprobs([1, True]), r"^prompt\[1\] is True; token ids"),
     (lambda _, sampler: sampler.compute_logprobs(TEXTS), r"^prompt\[0\] is '1'; token ids"),
     (lambda _, sampler: sampler.compute_logprobs(np.array([1.0, 2.0])), r"^prompt\[0\] is 1\.0; token ids"),
-    (lambda *_: types.Datum([1, 2], {"target_tokens": [1.5, 2.5]}), "'target_tokens' holds values that are no 64-bit"),
-    (lambda *_: types.Datum([1, 2], {"target_tokens": [1, 2**63]}), "'target_tokens' holds values that are no 64-bit"),
+    (
+        lambda *_: types.Datum([1, 2], {"target_tokens": [1.5, 2.5]}),
+        "'target_tokens': tensor holds values that are no 64-bit",
+    ),
+    (
+        lambda *_: types.Datum([1, 2], {"target_tokens": [1, 2**63]}),
+        "'target_tokens': tensor holds values that are no 64-bit",
+    ),
     (
         lambda *_: types.Datum([1, 2], {"target_tokens": [1, math.inf]}),
-        "'target_tokens' holds values that are no 64-bit",
+        "'target_tokens': tensor holds values that are no 64-bit",
     ),
     (
         lambda *_: types.Datum([1, 2], {"weights": np.ones(2, complex)}),
