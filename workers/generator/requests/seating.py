@@ -166,7 +166,7 @@ class Seating:
 
     def bring_back(self) -> None:
         """Seat sequences that were set aside while rows and pages are free."""
-        while self.aside:
+        while self.aside and self.free_rows:
             sequence = self._first([*self._paused, *self._out])
             if not (self._sit_again(sequence) if sequence in self._paused else self._bring_in(sequence)):
                 return
